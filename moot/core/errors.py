@@ -1,0 +1,130 @@
+"""The tree of exceptions. One interceptor (gRPC) and one handler (HTTP) map it to codes; nothing else does.
+
+    MootError
+    ├── ConfigError                a flag, environment variable or file is wrong (exit status 2)
+    ├── InvalidRequest             the caller's parameter; carries `param`            400 INVALID_ARGUMENT
+    │   ├── ContextLengthExceeded  prompt + output do not fit                         400
+    │   └── BodyTooLarge                                                             413
+    ├── ModelNotFound                                                                404 NOT_FOUND
+    ├── Unauthenticated                                                              401 UNAUTHENTICATED
+    ├── RateLimited                the caller is over its limit; `retry_after_s`      429 RESOURCE_EXHAUSTED
+    ├── NoCapacity                 nobody can serve it now; `retry_after_s`           503 UNAVAILABLE
+    │   └── Draining               this pod is going away
+    ├── DeadlineExceeded           a wait reached its bound                           504 DEADLINE_EXCEEDED
+    ├── PeerError                  about another pod
+    │   ├── PeerLost               stream broken, heartbeats missed or unprogressing
+    │   └── PeerRefused            other tokenizer or model than asked; never used
+    ├── SessionError               one session, others go on
+    │   ├── UnknownSession         open it again
+    │   └── RequestPoisoned        the target's numbers are not finite for this request
+    ├── ModelRefused               a model whose attention cannot be driven, named
+    └── StoreError                 the record of a request
+        ├── StoreUnavailable       Redis is down, slow or full
+        ├── CommitFenced           another owner has claimed the request
+        ├── CommitConflict         the record has another length than expected
+        └── CommitTerminal         the record has ended
+"""
+
+from __future__ import annotations
+
+
+class MootError(Exception):
+    """Base of all errors that Moot raises on purpose. The message is fit to be shown to a caller: no token, no key."""
+
+
+class ConfigError(MootError):
+    pass
+
+
+class InvalidRequest(MootError):
+    """`param` names the field that is wrong, in the words of the API the caller used."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthExceeded(InvalidRequest):
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param, "context_length_exceeded")
+
+
+class BodyTooLarge(InvalidRequest):
+    pass
+
+
+class ModelNotFound(MootError):
+    pass
+
+
+class Unauthenticated(MootError):
+    pass
+
+
+class RateLimited(MootError):
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NoCapacity(MootError):
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(NoCapacity):
+    pass
+
+
+class DeadlineExceeded(MootError):
+    pass
+
+
+class PeerError(MootError):
+    pass
+
+
+class PeerLost(PeerError):
+    pass
+
+
+class PeerRefused(PeerError):
+    pass
+
+
+class SessionError(MootError):
+    pass
+
+
+class UnknownSession(SessionError):
+    pass
+
+
+class RequestPoisoned(SessionError):
+    pass
+
+
+class ModelRefused(MootError):
+    pass
+
+
+class StoreError(MootError):
+    pass
+
+
+class StoreUnavailable(StoreError):
+    pass
+
+
+class CommitFenced(StoreError):
+    pass
+
+
+class CommitConflict(StoreError):
+    pass
+
+
+class CommitTerminal(StoreError):
+    pass

@@ -1,0 +1,61 @@
+"""The interface of every drafter kind.
+
+A proposer serves many sessions. For each it is told the prefix (prompt plus committed ids) and, when asked, returns
+up to `width` chains of up to K ids that may come next, or abstains. Whatever it returns, the text stays the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+from moot.core.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Proposed ids and one confidence byte (0 to 255) for each, on the proposer's own scale."""
+
+    token_ids: tuple[int, ...]
+    confidences: tuple[int, ...]
+
+
+SessionT = TypeVar("SessionT")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask(Generic[SessionT]):
+    """One request for proposals: at most `width` chains of at most `num_speculative_tokens` ids."""
+
+    session: SessionT
+    num_speculative_tokens: int
+    width: int = 1
+
+
+class Proposer(ABC, Generic[SessionT]):
+    """One drafter kind with its model or tables. Not thread-safe: the drafter's engine calls it from one thread."""
+
+    kind: ClassVar[str]
+    family: str
+    """Drafters of one family are alike; the vote counts the strongest of them."""
+    context_limit: int
+    """Prefix length past which it abstains."""
+
+    @abstractmethod
+    def open(self, prefix: Sequence[int], params: SamplingParams) -> SessionT:
+        """Start a session whose prefix is `prefix`. `params.seed` is the seed of the target's noise."""
+
+    @abstractmethod
+    def extend(
+        self, session: SessionT, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Append committed ids. `top_candidates`: per id, the target's most likely ids there, or empty."""
+
+    @abstractmethod
+    def propose(self, asks: Sequence[Ask[SessionT]]) -> list[list[Chain]]:
+        """For each ask its chains, best first; an empty list abstains. A failure in one ask must not harm others."""
+
+    def close(self, session: SessionT) -> None:  # noqa: B027 - most kinds hold nothing outside the session
+        """Free what the session holds."""

@@ -1,0 +1,139 @@
+"""What the router's parts say to each other: a generation asked for, its chunks, its record. Plain data, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moot.core.types import FinishReason, SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One choice to generate: validated, tokenized, with a seed. `request_id` is unique per choice."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    num_speculative_tokens: int | None = None
+    """0: no drafting; n: always n; None: the policy decides."""
+    drafters: tuple[str, ...] | None = None
+    """Drafter ids to use; None: all."""
+    cache_salt: str = ""
+    output_token_ids: tuple[int, ...] = ()
+    """Already committed (a resumed request)."""
+    body_fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterMetrics:
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Leading tokens of its own proposals that the target then emitted, won or not."""
+    num_votes_won: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationMetrics:
+    """Of one choice, in vLLM's terms. Tokens cut off by a stop count nowhere."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_position: tuple[int, ...]
+    drafters: Mapping[str, DrafterMetrics] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What pushing token ids into an assembler made known.
+
+    `text`: safe to show now. `num_tokens_kept`: of the pushed ids, those that belong to the output; fewer than pushed
+    only when a stop string was completed (`stopped`): the output's ids end with the token that completed it.
+    """
+
+    text: str
+    num_tokens_kept: int
+    stopped: bool = False
+    stop_reason: str | None = None
+
+
+class TextAssembler(Protocol):
+    """Ids to text for one choice: whole characters only, nothing of a possible stop string early."""
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta: ...
+
+    def flush(self) -> str:
+        """The held-back tail, when the output ended without a stop string."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationChunk:
+    """A committed span. The last one has `finish_reason` and `metrics`; spans have no gap and no overlap."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    metrics: GenerationMetrics | None = None
+    durable: bool = True
+    """False: the store was not reachable when this span was committed (degraded mode)."""
+
+
+class Generator(Protocol):
+    """The rounds, as the HTTP and gRPC fronts see them. Closing the iterator aborts and frees everything."""
+
+    def generate(self, request: GenerationRequest, assembler: TextAssembler) -> AsyncIterator[GenerationChunk]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """The durable state of one request: enough to rebuild it anywhere."""
+
+    request_id: str
+    epoch: int
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    params: SamplingParams
+    model: str
+    tokenizer_fingerprint: str
+    stop_strings: tuple[str, ...] = ()
+    body_fingerprint: str = ""
+    finish_reason: FinishReason | None = None
+
+
+class RequestStore(Protocol):
+    """The record of every request. The router is its only writer; a commit is durable before its tokens are emitted.
+
+    In mode `degrade` an unreachable server never raises here: `commit` returns False (not durable) and the missing
+    tail is repaired later. CommitFenced, CommitConflict and CommitTerminal always raise.
+    """
+
+    async def create(self, record: RequestRecord) -> bool:
+        """Write a new record with epoch 1. False: not durable. Mode `required`, server unreachable: NoCapacity."""
+        ...
+
+    async def commit(
+        self,
+        request_id: str,
+        epoch: int,
+        expected_length: int,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason | None = None,
+    ) -> bool:
+        """Append `token_ids` after `expected_length` output tokens. The same call twice counts once."""
+        ...
+
+    async def load(self, request_id: str) -> RequestRecord | None: ...
+
+    async def claim(self, request_id: str) -> RequestRecord:
+        """Become the owner when the lease is over: a new epoch that fences the old owner's commits."""
+        ...
+
+    async def close(self) -> None: ...
