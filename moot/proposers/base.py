@@ -57,5 +57,5 @@ class Proposer(ABC, Generic[SessionT]):
     def propose(self, asks: Sequence[Ask[SessionT]]) -> list[list[Chain]]:
         """For each ask its chains, best first; an empty list abstains. A failure in one ask must not harm others."""
 
-    def close(self, session: SessionT) -> None:  # noqa: B027 - most kinds hold nothing outside the session
+    def close(self, session: SessionT) -> None:
         """Free what the session holds."""

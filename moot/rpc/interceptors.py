@@ -1,0 +1,94 @@
+"""Errors to status codes, in one place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from moot.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    MootError,
+    NoCapacity,
+    PeerLost,
+    RateLimited,
+    SessionError,
+    StoreUnavailable,
+    Unauthenticated,
+)
+
+_log = logging.getLogger("moot.rpc")
+
+_CODES: tuple[tuple[type[MootError], grpc.StatusCode], ...] = (
+    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (ModelNotFound, grpc.StatusCode.NOT_FOUND),
+    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (RateLimited, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (NoCapacity, grpc.StatusCode.UNAVAILABLE),
+    (StoreUnavailable, grpc.StatusCode.UNAVAILABLE),
+    (PeerLost, grpc.StatusCode.UNAVAILABLE),
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (SessionError, grpc.StatusCode.ABORTED),
+)
+
+
+def status_of(error: MootError) -> grpc.StatusCode:
+    """The status code of an error; the first matching class of the tree decides."""
+    return next((code for cls, code in _CODES if isinstance(error, cls)), grpc.StatusCode.INTERNAL)
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    if not isinstance(error, MootError):
+        # The message of an unknown error may quote a prompt: it goes neither to the caller nor to the log.
+        _log.error("unexpected %s in a handler", type(error).__name__, exc_info=error)
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+    metadata = []
+    if isinstance(error, InvalidRequest) and error.param:
+        metadata.append(("moot-param", error.param))
+    if isinstance(error, NoCapacity | RateLimited):
+        metadata.append(("retry-after", str(max(1, round(error.retry_after_s)))))
+    await context.abort(status_of(error), str(error), tuple(metadata))
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler: a MootError becomes its status, anything else INTERNAL without its text."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        if handler.response_streaming:
+            wrap = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            inner_stream = handler.stream_stream or handler.unary_stream
+
+            async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+                try:
+                    async for response in inner_stream(request, context):
+                        yield response
+                except Exception as error:  # noqa: BLE001 - this is the border where every error ends
+                    await _abort(context, error)
+
+            return wrap(stream, handler.request_deserializer, handler.response_serializer)
+
+        async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                return await handler.unary_unary(request, context)
+            except Exception as error:  # noqa: BLE001 - this is the border where every error ends
+                await _abort(context, error)
+
+        if handler.unary_unary is None:
+            return handler  # a synchronous health servicer's Watch and the like pass through
+        return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)

@@ -1,0 +1,102 @@
+"""A gRPC server's life: bind, health, metrics port, ready file, and a drain on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from moot.metrics import AdminServer, Metrics
+from moot.rpc.interceptors import ErrorInterceptor
+from moot.rpc.link import LinkConfig
+
+_log = logging.getLogger("moot.server")
+
+
+def write_ready_file(path: Path | None, **facts: object) -> None:
+    """Tell whoever started this process where it listens; written whole or not at all."""
+    if path is None:
+        return
+    temporary = path.with_name(path.name + f".{os.getpid()}")
+    temporary.write_text(json.dumps({**facts, "pid": os.getpid()}))
+    temporary.replace(path)
+
+
+def termination_event() -> asyncio.Event:
+    """Set on the first SIGTERM or SIGINT of this process. Needs a running loop in the main thread."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    return event
+
+
+class GrpcServer:
+    """One server with the health service beside its own; `port` is the bound one."""
+
+    def __init__(self, link: LinkConfig, services: Sequence[str]) -> None:
+        self._services = ("", *services)
+        self._health = health.aio.HealthServicer()
+        self.server = grpc.aio.server(options=link.server_options(), interceptors=(ErrorInterceptor(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        self.port = 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises OSError or RuntimeError when the port cannot be bound."""
+        self.port = self.server.add_insecure_port(f"{host}:{port}")
+        await self.server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in self._services:
+            await self._health.set(service, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls at once, cut the rest after `grace_s` seconds."""
+        await self.server.stop(grace_s)
+
+
+async def run_until_terminated(
+    server: GrpcServer,
+    metrics: Metrics,
+    *,
+    host: str,
+    port: int,
+    metrics_port: int,
+    ready_file: Path | None,
+    drain: Callable[[], Awaitable[None]],
+    drain_grace_s: float,
+    alive: Callable[[], bool] = lambda: True,
+    terminated: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM; then: not ready, `drain()` (at most `drain_grace_s` seconds), stop.
+
+    `drain` tells the peers to move and waits for what runs. The admin port answers from the start to the end.
+    """
+    terminated = terminated or termination_event()
+    serving = False
+    admin = AdminServer(metrics, host=host, port=metrics_port, alive=alive, ready=lambda: serving)
+    try:
+        await server.start(host, port)
+        await server.set_serving(True)
+        serving = True
+        write_ready_file(ready_file, port=server.port, metrics_port=admin.port)
+        _log.info("serving", extra={"port": server.port, "metrics_port": admin.port})
+        await terminated.wait()
+        _log.info("draining", extra={"grace_s": drain_grace_s})
+        serving = False
+        await server.set_serving(False)
+        try:
+            await asyncio.wait_for(drain(), drain_grace_s)
+        except TimeoutError:
+            _log.warning("drain grace is over", extra={"grace_s": drain_grace_s})
+        await server.stop(grace_s=1.0)
+    finally:
+        admin.close()
