@@ -1,0 +1,77 @@
+"""One default, three sources, and errors that name the key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from moot.config import flag_of, load_config, option
+from moot.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    model: str = option(help="model folder")
+    port: int = option(8000, help="TCP port")
+    ratio: float = option(0.5, help="0 to 1")
+    verbose: bool = option(False, help="more logs")
+    peers: tuple[str, ...] = option((), help="addresses")
+    limit: int | None = option(None, help="tokens, none for no limit")
+    mode: str = option("degrade", help="what to do", choices=("degrade", "required"))
+    folder: Path | None = option(None, help="a folder")
+
+
+def test_flags_go_before_environment_before_file(tmp_path: Path) -> None:
+    """A flag beats MOOT_<FLAG>, which beats the YAML key, which beats the default."""
+    file = tmp_path / "moot.yaml"
+    file.write_text("model: from-file\nport: 1\nratio: 0.25\npeers: [a:1, b:2]\n")
+    environ = {"MOOT_PORT": "2", "MOOT_RATIO": "0.75", "MOOT_CONFIG": str(file)}
+    config = load_config(Example, ["--port", "3", "--verbose"], environ)
+    assert config == Example(model="from-file", port=3, ratio=0.75, verbose=True, peers=("a:1", "b:2"))
+
+
+def test_values_are_parsed_to_their_types() -> None:
+    """Optional, tuple, bool and Path fields have a written form."""
+    argv = ["--model", "m", "--peers", "a:1, b:2", "--limit", "none", "--verbose", "false", "--folder", "/x"]
+    config = load_config(Example, argv, {})
+    assert config == Example(model="m", peers=("a:1", "b:2"), limit=None, verbose=False, folder=Path("/x"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "yaml", "named"),
+    [
+        ([], {}, "", "--model"),
+        (["--model", "m", "--port", "x"], {}, "", "--port"),
+        (["--model", "m"], {"MOOT_VERBOSE": "perhaps"}, "", "MOOT_VERBOSE"),
+        (["--model", "m", "--mode", "other"], {}, "", "degrade, required"),
+        (["--model", "m"], {}, "prot: 1\n", "prot"),
+        (["--model", "m"], {}, "- a\n", "mapping"),
+        (["--model", "m"], {}, "limit: many\n", "limit"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(
+    argv: list[str], environ: dict[str, str], yaml: str, named: str, tmp_path: Path
+) -> None:
+    """Whoever made the mistake reads where it is."""
+    if yaml:
+        file = tmp_path / "moot.yaml"
+        file.write_text(yaml)
+        environ = {**environ, "MOOT_CONFIG": str(file)}
+    with pytest.raises(ConfigError, match=named):
+        load_config(Example, argv, environ)
+
+
+def test_unknown_flags_exit_2_and_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    """Usage errors have exit status 2; --help tells every flag with its default and an example."""
+    with pytest.raises(SystemExit) as usage:
+        load_config(Example, ["--modle", "m"], {})
+    assert usage.value.code == 2
+    with pytest.raises(SystemExit) as helped:
+        load_config(Example, ["--help"], {}, example="moot serve verifier --model m")
+    assert helped.value.code == 0
+    shown = capsys.readouterr().out
+    assert "moot serve verifier --model m" in shown
+    assert all(flag_of(name) in shown for name in ("model", "port", "limit"))
+    assert "default: 8000" in shown

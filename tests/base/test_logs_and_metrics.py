@@ -1,0 +1,75 @@
+"""What operators read: one JSON object a line, metrics with help and no NaN, probes that answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from moot.core.errors import ConfigError
+from moot.faults import Fault, fault_delay_s, parse_faults
+from moot.logs import JsonFormatter, request_id_var
+from moot.metrics import AdminServer, Metrics
+
+
+def test_a_log_line_is_json_with_the_request_id_and_without_exception_text() -> None:
+    """Lines can be searched by request; what an exception quotes may be a user's text, so only frames are logged."""
+    logger = logging.getLogger("test")
+    token = request_id_var.set("req-1")
+    try:
+        try:
+            raise ValueError("the secret prompt")
+        except ValueError:
+            import sys
+
+            record = logger.makeRecord("test", logging.ERROR, "f", 1, "failed", (), sys.exc_info(), extra={"k": 3})
+        entry = json.loads(JsonFormatter("router").format(record))
+    finally:
+        request_id_var.reset(token)
+    assert (entry["message"], entry["request_id"], entry["k"], entry["service"]) == ("failed", "req-1", 3, "router")
+    assert entry["error"] == "ValueError"
+    assert "secret" not in json.dumps(entry)
+
+
+def test_metrics_have_help_the_prefix_and_no_nan_before_the_first_request() -> None:
+    """Before anything happened every sample is a number, and every family says what it is."""
+    families = list(text_string_to_metric_families(Metrics().exposition().decode()))
+    assert families
+    for family in families:
+        assert family.name.startswith("moot_")
+        assert family.documentation
+        assert all(sample.value == sample.value for sample in family.samples)
+
+
+def test_the_admin_port_serves_metrics_and_probes() -> None:
+    """Probes tell the truth of their callbacks, on a port of their own."""
+    ready = False
+    admin = AdminServer(Metrics(), host="127.0.0.1", port=0, ready=lambda: ready)
+
+    def status(path: str) -> int:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{admin.port}{path}", timeout=5) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    try:
+        assert (status("/livez"), status("/readyz"), status("/metrics"), status("/x")) == (200, 503, 200, 404)
+        ready = True
+        assert status("/readyz") == 200
+    finally:
+        admin.close()
+
+
+def test_fault_points_are_parsed_strictly() -> None:
+    """A mistyped fault must not make a fault test pass by doing nothing."""
+    parsed = parse_faults("verifier.step=delay:0.5; verifier.logits=nan@req-7")
+    assert parsed == {"verifier.step": Fault("delay", "0.5"), "verifier.logits": Fault("nan", "", "req-7")}
+    assert fault_delay_s(parsed["verifier.step"]) == 0.5
+    assert fault_delay_s(None) == 0.0
+    with pytest.raises(ConfigError, match="verifier.step"):
+        parse_faults("verifier.step")

@@ -1,0 +1,123 @@
+"""Links: frames drain everything queued, sizes agree, errors become codes, SIGTERM's event drains."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from moot.core import errors
+from moot.metrics import Metrics
+from moot.rpc.frames import FrameQueue, FrameQueueFull
+from moot.rpc.interceptors import status_of
+from moot.rpc.link import LinkConfig, open_channel
+from moot.rpc.server import GrpcServer, run_until_terminated
+from moot.v1 import drafter_service_pb2 as pb
+from moot.v1 import drafter_service_pb2_grpc as pb_grpc
+
+
+def test_a_frame_takes_all_that_waits_up_to_its_size() -> None:
+    """Many small items, few frames; nothing is lost at the end."""
+
+    async def main() -> None:
+        queue: FrameQueue[int] = FrameQueue(max_items=5, max_frame_items=3)
+        waiting = asyncio.create_task(queue.next_frame())
+        await asyncio.sleep(0)
+        for item in range(5):
+            queue.put(item)
+        with pytest.raises(FrameQueueFull):
+            queue.put(5)
+        assert await waiting == [0, 1, 2]
+        queue.close()
+        queue.put(6)
+        assert await queue.next_frame() == [3, 4]
+        assert await queue.next_frame() == []
+
+    asyncio.run(main())
+
+
+class _Echo(pb_grpc.DrafterServiceServicer):
+    """Answers each frame with its size, and fails on request."""
+
+    async def Draft(self, request_iterator, context):  # type: ignore[no-untyped-def]
+        async for request in request_iterator:
+            if request.commands[0].open.request_id == "bad":
+                raise errors.InvalidRequest("top_k is wrong", "top_k")
+            count = len(request.commands[0].open.prompt_token_ids)
+            yield pb.DraftResponse(answers=[pb.DraftAnswer(session_id=count)])
+
+    async def Describe(self, request, context):  # type: ignore[no-untyped-def]
+        raise errors.NoCapacity("full", retry_after_s=3)
+
+
+def test_large_frames_pass_and_larger_ones_fail_cleanly_and_errors_carry_codes(tmp_path: Path) -> None:
+    """C27: both ends share one message size, well above gRPC's 4 MiB; above it the call fails with a status."""
+
+    async def main() -> None:
+        link = LinkConfig(max_message_bytes=8 * 1024 * 1024)
+        server, metrics, terminated = GrpcServer(link, ("moot.v1.DrafterService",)), Metrics(), asyncio.Event()
+        pb_grpc.add_DrafterServiceServicer_to_server(_Echo(), server.server)
+        drained = []
+
+        async def drain() -> None:
+            drained.append(True)
+
+        ready = tmp_path / "ready.json"
+        life = asyncio.create_task(
+            run_until_terminated(
+                server, metrics, host="127.0.0.1", port=0, metrics_port=0, ready_file=ready, drain=drain,
+                drain_grace_s=5, terminated=terminated,
+            )
+        )  # fmt: skip
+        while not ready.exists():
+            assert not life.done(), life.exception()
+            await asyncio.sleep(0.01)
+        facts = json.loads(ready.read_text())
+        async with open_channel(f"127.0.0.1:{facts['port']}", link) as channel:
+            stub = pb_grpc.DrafterServiceStub(channel)
+            health = health_pb2_grpc.HealthStub(channel)
+            assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=5)).status == 1
+
+            async def ask(size: int, request_id: str = "") -> int:
+                command = pb.DraftCommand(
+                    session_id=1, open=pb.OpenDraftSession(request_id=request_id, prompt_token_ids=[2**31] * size)
+                )
+                async for answer in stub.Draft(iter([pb.DraftRequest(commands=[command])]), timeout=20):
+                    return int(answer.answers[0].session_id)
+                raise AssertionError("no answer")
+
+            assert await ask(1_100_000) == 1_100_000  # 5 bytes each: 5.5 MB
+            with pytest.raises(grpc.aio.AioRpcError) as too_large:
+                await ask(2_000_000)
+            assert too_large.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await ask(3) == 3
+            with pytest.raises(grpc.aio.AioRpcError) as invalid:
+                await ask(1, "bad")
+            assert invalid.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert ("moot-param", "top_k") in tuple(invalid.value.trailing_metadata())
+            with pytest.raises(grpc.aio.AioRpcError) as full:
+                await stub.Describe(pb.DescribeDrafterRequest(), timeout=5)
+            assert full.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert ("retry-after", "3") in tuple(full.value.trailing_metadata())
+        with urllib.request.urlopen(f"http://127.0.0.1:{facts['metrics_port']}/readyz", timeout=5) as answer:
+            assert answer.status == 200
+        terminated.set()
+        await asyncio.wait_for(life, 10)
+        assert drained == [True]
+
+    asyncio.run(main())
+
+
+def test_every_error_of_the_tree_has_a_status() -> None:
+    """An error that a peer's caller can meet is never an anonymous INTERNAL."""
+    assert status_of(errors.ContextLengthExceeded("too long")) == grpc.StatusCode.INVALID_ARGUMENT
+    assert status_of(errors.Draining("going")) == grpc.StatusCode.UNAVAILABLE
+    assert status_of(errors.RateLimited("slow down")) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert status_of(errors.UnknownSession("gone")) == grpc.StatusCode.ABORTED
+    assert status_of(errors.MootError("?")) == grpc.StatusCode.INTERNAL
