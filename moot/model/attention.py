@@ -1,0 +1,212 @@
+"""Attention of a ragged step: all requests' tokens lie in one row of tokens, each attends to its own request's cache.
+
+transformers' model classes call a registered function with the keyword arguments of the model's call, so the step's
+layout travels as `moot_step`. A token attends to its request's committed slots and to its own ancestors, nothing else.
+
+A tree is computed as the chains it consists of: for each root-to-leaf path the tail is gathered into the slots after
+the committed ones, and the rows that no earlier path had are computed against it. So each row sees exactly the slots,
+in the same order, that it would see in a chain, and rounds the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from moot.core.errors import ModelRefused
+from moot.core.types import ROOT
+from moot.model.determinism import RowRules
+from moot.model.kv import PAGE_SLOTS, Pending, SequenceCache, round_up
+
+ATTENTION_NAME = "moot_ragged"
+STEP_ARGUMENT = "moot_step"
+
+
+@dataclass(slots=True)
+class Tile:
+    """Query rows computed by one call. `rows`: their indices in the step. `positions`: [rows], int64.
+
+    `path`: pending indices of the whole path whose tail must lie in the slots, None for a chain. Masks are additive,
+    [rows, kv_length], one for each sliding window that a layer asks for (None: full attention).
+    """
+
+    rows: slice | Tensor
+    num_rows: int
+    positions: Tensor
+    kv_length: int
+    path: Tensor | None = None
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        if window not in self.masks:
+            slots = torch.arange(self.kv_length, device=self.positions.device)
+            rows = self.positions[:, None]
+            hidden = slots > rows
+            if window is not None:
+                hidden |= slots <= rows - window
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self.masks[window] = zeros.masked_fill_(hidden, float("-inf"))
+        return self.masks[window]
+
+
+@dataclass(slots=True)
+class Segment:
+    """The tokens of one request in the step: rows start..start + count of it."""
+
+    cache: SequenceCache
+    start: int
+    count: int
+    is_chain: bool
+    tiles: list[Tile]
+
+
+@dataclass(slots=True)
+class Step:
+    """Layout of one forward pass. `layers_seen` collects what the probe wants to know about the model."""
+
+    segments: list[Segment]
+    progress: Callable[[], None]
+    layers_seen: set[int] = field(default_factory=set)
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    depths: list[int] = []
+    for index, parent in enumerate(parents):
+        if not ROOT <= parent < index:
+            raise ValueError(f"parent {parent} of token {index} must come before it")
+        depths.append(0 if parent == ROOT else depths[parent] + 1)
+    return depths
+
+
+def plan_segment(
+    cache: SequenceCache, start: int, parents: Sequence[int], depths: Sequence[int], rules: RowRules
+) -> Segment:
+    """Lay out one request's tokens and make them the cache's pending ones. The cache must have room for them."""
+    count, device = len(parents), cache.data.device
+    is_chain = all(depth == index for index, depth in enumerate(depths))
+    if is_chain:
+        cache.pending = Pending(parents, None)
+        groups = [(list(range(first, min(first + rules.tile, count))), None) for first in range(0, count, rules.tile)]
+    else:
+        layers, two, _, heads, dim = cache.data.shape
+        cache.pending = Pending(parents, cache.data.new_zeros(layers, two, count, heads, dim))
+        groups = _path_groups(parents, rules.tile)
+    tiles = []
+    for rows, path in groups:
+        last = depths[rows[-1]]
+        kv_length = cache.length + last + 1
+        if rules.pad_kv:
+            kv_length = round_up(kv_length, PAGE_SLOTS)
+        # Rows are padded by repeating the last one, and cut off after the call.
+        padded = rows + [rows[-1]] * (rules.attention_rows(len(rows)) - len(rows))
+        positions = torch.tensor([cache.length + depths[row] for row in padded], device=device)
+        whole = slice(start + rows[0], start + rows[-1] + 1)
+        index = (
+            whole if path is None and padded == rows else torch.tensor([start + row for row in padded], device=device)
+        )
+        tail = None if path is None else torch.tensor(path, device=device)
+        tiles.append(Tile(index, len(rows), positions, kv_length, tail))
+    return Segment(cache, start, count, is_chain, tiles)
+
+
+def _path_groups(parents: Sequence[int], tile: int) -> list[tuple[list[int], list[int] | None]]:
+    """For each leaf: the rows of its path that no earlier leaf had, in tiles, with the whole path."""
+    inner = set(parents)
+    done: set[int] = set()
+    groups: list[tuple[list[int], list[int] | None]] = []
+    for leaf in range(len(parents)):
+        if leaf in inner:
+            continue
+        path: list[int] = []
+        node = leaf
+        while node != ROOT:
+            path.append(node)
+            node = parents[node]
+        path.reverse()
+        rows = [node for node in path if node not in done]
+        done.update(rows)
+        groups += [(rows[first : first + tile], path) for first in range(0, len(rows), tile)]
+    return groups
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered function. query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim], rotated.
+
+    Returns [1, tokens, heads, dim]. Writes the tokens' keys and values into their caches' pending slots.
+    """
+    step: Step | None = kwargs.get(STEP_ARGUMENT)
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ModelRefused(f"attention with {name} is not supported")
+    if step is None or attention_mask is not None:
+        raise ModelRefused("the model does not pass the step's layout on to its attention function")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # every module with an AttentionInterface has its index
+    step.layers_seen.add(layer)
+    queries = query[0].transpose(0, 1)  # [tokens, heads, dim]
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    grouped = query.shape[1] != key.shape[1]
+    for segment in step.segments:
+        own = slice(segment.start, segment.start + segment.count)
+        cache = segment.cache
+        slots = cache.data[layer]  # [2, slots, kv_heads, dim]
+        tree_kv = _store(segment, slots, keys[own], values[own], layer)
+        placed: Tensor | None = None
+        for tile in segment.tiles:
+            if tree_kv is not None and tile.path is not None and tile.path is not placed:
+                slots[:, cache.length : cache.length + len(tile.path)] = tree_kv.index_select(1, tile.path)
+                placed = tile.path
+            attended = slots[:, : tile.kv_length].transpose(1, 2)  # [2, kv_heads, kv_length, dim]
+            result = scaled_dot_product_attention(
+                queries[tile.rows].transpose(0, 1)[None],
+                attended[:1],
+                attended[1:],
+                attn_mask=tile.mask(sliding_window, query.dtype),
+                scale=scaling,
+                enable_gqa=grouped,
+            )
+            rows = result[0].transpose(0, 1)
+            if isinstance(tile.rows, slice):
+                output[tile.rows] = rows
+            else:
+                output[tile.rows[: tile.num_rows]] = rows[: tile.num_rows]
+            step.progress()
+    return output[None], None
+
+
+def _store(segment: Segment, slots: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor | None:
+    """Write the segment's keys and values [tokens, kv_heads, dim] to where its pending tokens lie."""
+    pending = segment.cache.pending
+    if pending is None or pending.tree_kv is None:
+        first = segment.cache.length
+        slots[0, first : first + segment.count] = keys
+        slots[1, first : first + segment.count] = values
+        return None
+    tree_kv = pending.tree_kv[layer]
+    tree_kv[0] = keys
+    tree_kv[1] = values
+    return tree_kv
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The step's layout says who attends to whom; transformers need not build a mask."""
+
+
+AttentionInterface.register(ATTENTION_NAME, ragged_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

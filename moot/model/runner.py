@@ -1,0 +1,119 @@
+"""One ragged forward pass over the tokens of many requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moot.core.errors import ConfigError, ContextLengthExceeded
+from moot.core.types import ROOT, ModelInfo
+from moot.model import selfcheck
+from moot.model.attention import STEP_ARGUMENT, Segment, Step, depths_of, plan_segment
+from moot.model.determinism import NATURAL, RowRules, deterministic_rules, numerics_fingerprint, tiled
+from moot.model.kv import KvPool, SequenceCache
+from moot.model.load import LoadedModel
+
+
+def _no_progress() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInput:
+    """Tokens to run for one request. `parents`: None for a chain that follows the cache, else per token the index of
+    its parent in `token_ids`, or -1 for one that follows the cache. `logit_rows`: indices whose logits are wanted."""
+
+    cache: SequenceCache
+    token_ids: Sequence[int]
+    parents: Sequence[int] | None = None
+    logit_rows: Sequence[int] = ()
+
+
+class ModelRunner:
+    """Drives a loaded model. Not thread-safe: one compute thread calls it.
+
+    In deterministic mode the logits of a token depend on the tokens before it and on nothing else, bit by bit:
+    not on chunks, batch-mates, trees around it or where the cache came from. Raises ConfigError when a check at start
+    shows that this does not hold for the model on this machine.
+    """
+
+    def __init__(self, loaded: LoadedModel, kv_capacity_tokens: int, deterministic: bool) -> None:
+        self.loaded = loaded
+        self.info: ModelInfo = loaded.info
+        self.dtype, self.device = loaded.kv_shape.dtype, loaded.kv_shape.device
+        self.pool = KvPool(loaded.kv_shape, kv_capacity_tokens)
+        self.rules: RowRules = deterministic_rules(self.dtype) if deterministic else NATURAL
+        self.numerics_fingerprint = numerics_fingerprint(self.dtype, self.device, self.rules)
+        if deterministic and (reason := selfcheck.find_difference(self)):
+            raise ConfigError(f"deterministic mode does not hold for {self.info.model} on this machine: {reason}")
+
+    @property
+    def deterministic(self) -> bool:
+        return self.rules is not NATURAL
+
+    def new_cache(self) -> SequenceCache:
+        return SequenceCache(self.pool)
+
+    @torch.inference_mode()
+    def forward(self, inputs: Sequence[SequenceInput], progress: Callable[[], None] = _no_progress) -> list[Tensor]:
+        """Run all tokens once. Returns per input the logits [len(logit_rows), vocab], float32 (float64 models: float64).
+
+        The tokens' keys and values are pending in their caches until `commit`. `progress` is called for every layer
+        and tile. Raises NoCapacity (some caches may have grown, none has changed its content), ValueError for
+        malformed inputs and ContextLengthExceeded past the model's limit.
+        """
+        segments, token_ids, positions, logit_rows = self._plan(inputs)
+        if not token_ids:
+            return [self._no_logits() for _ in inputs]
+        step = Step(segments, progress)
+        with tiled(self.rules, progress):
+            logits = self.loaded.call(
+                torch.tensor([token_ids], device=self.device),
+                torch.tensor([positions], device=self.device),
+                torch.tensor(logit_rows, device=self.device),
+                {STEP_ARGUMENT: step},
+            )
+        return list(logits.split([len(item.logit_rows) for item in inputs]))
+
+    def _plan(self, inputs: Sequence[SequenceInput]) -> tuple[list[Segment], list[int], list[int], list[int]]:
+        caches = {id(item.cache) for item in inputs}
+        if len(caches) != len(inputs):
+            raise ValueError("two inputs share a cache")
+        depths = []
+        for item in inputs:
+            parents = item.parents if item.parents is not None else range(ROOT, len(item.token_ids) - 1)
+            if len(parents) != len(item.token_ids):
+                raise ValueError("every token needs a parent")
+            depths.append(depths_of(parents))
+            self._check(item, max(depths[-1], default=-1) + 1)
+        segments: list[Segment] = []
+        token_ids: list[int] = []
+        positions: list[int] = []
+        logit_rows: list[int] = []
+        for item, own in zip(inputs, depths, strict=True):
+            start, length = len(token_ids), item.cache.length
+            parents = item.parents if item.parents is not None else range(ROOT, len(own) - 1)
+            if own:
+                segments.append(plan_segment(item.cache, start, parents, own, self.rules))
+            token_ids += item.token_ids
+            positions += [length + depth for depth in own]
+            logit_rows += [start + row for row in item.logit_rows]
+        return segments, token_ids, positions, logit_rows
+
+    def _check(self, item: SequenceInput, num_levels: int) -> None:
+        rows = self.loaded.num_embeddings
+        if any(not 0 <= token_id < rows for token_id in item.token_ids):
+            raise ValueError(f"a token id is outside the model's {rows} embeddings")
+        if any(not 0 <= row < len(item.token_ids) for row in item.logit_rows):
+            raise ValueError("a logit row is outside the input")
+        needed = item.cache.length + num_levels
+        if needed > self.info.context_limit:
+            raise ContextLengthExceeded(f"{needed} tokens exceed the model's context of {self.info.context_limit}")
+        item.cache.reserve(needed)
+
+    def _no_logits(self) -> Tensor:
+        dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
+        return torch.empty(0, self.loaded.num_logits, dtype=dtype, device=self.device)

@@ -1,0 +1,102 @@
+"""Tiny random models with a byte-level tokenizer, written as ordinary model folders: for tests and trying things out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Ids 256, 257, 258; the last one ends a turn and is the end token."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox")
+
+
+def make_tiny_model(
+    path: str | Path,
+    family: str = "llama",
+    vocab_size: int = 300,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 2,
+    hidden: int = 64,
+    context: int = 2048,
+    sharpness: float = 4.0,
+    **config: Any,
+) -> Path:
+    """Write a model folder with random weights and return its path. The same arguments give the same bytes.
+
+    `vocab_size` >= 259 rows of embeddings; the tokenizer knows 256 bytes and three special tokens, so ids from 259 on
+    are padding. `sharpness` scales the last layer's weights: more makes greedy text less of a lottery between near
+    ties. `config`: further fields of the family's config (num_key_value_heads, sliding_window, ...).
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"family must be one of {', '.join(FAMILIES)}")
+    if vocab_size < 256 + len(SPECIAL_TOKENS):
+        raise ValueError("vocab_size must be at least 259")
+    path = Path(path)
+    end_id = 256 + SPECIAL_TOKENS.index("<|im_end|>")
+    fields: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 2,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "max_position_embeddings": context,
+        "bos_token_id": 256,
+        "eos_token_id": end_id,
+        "pad_token_id": 256,
+        "tie_word_embeddings": False,
+        # Attention weights far from uniform, so that a wrong mask or position cannot hide.
+        "initializer_range": 0.2,
+    }
+    if family != "gpt_neox":
+        fields["num_key_value_heads"] = 2
+    if family == "mistral":
+        fields["sliding_window"] = None
+    if family == "qwen3":
+        fields["head_dim"] = hidden // 4
+    generator_state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        made = transformers.AutoConfig.for_model(family, **(fields | config))
+        model: Any = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    finally:
+        torch.random.set_rng_state(generator_state)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(sharpness)
+    model.to(dtype).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """One id per byte (ids 0 to 255 are the byte values) and the special tokens."""
+    letters = _byte_letters()
+    tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that byte-level tokenizers write for each byte: itself if printable, else 256 and up."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
