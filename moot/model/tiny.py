@@ -1,4 +1,4 @@
-"""Tiny random models with a byte-level tokenizer, written as ordinary model folders: for tests and trying things out."""
+"""Tiny random models with a byte-level tokenizer, written as ordinary model folders: for tests and trials."""
 
 from __future__ import annotations
 
