@@ -42,53 +42,75 @@ def add_penalties(row: Tensor, params: SamplingParams, history: History | Histor
     row[ids] = torch.where(counts > 0, logits - params.presence_penalty, logits)
 
 
-def keep_top_k(ids: Tensor, scaled: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The first `top_k` of the order (logit descending, id ascending). `ids` int64 ascending, `scaled` float64."""
+def top_k_indices(scaled: Tensor, top_k: int) -> Tensor:
+    """Ascending int64 indices of the first `top_k` of `scaled` [n] in the order (value descending, index ascending)."""
     if top_k >= scaled.numel():
-        return ids, scaled
+        return torch.arange(scaled.numel(), device=scaled.device)
     # topk promises nothing about which of equal values it returns: only the last value is used.
     cutoff = torch.topk(scaled, top_k).values[-1]
-    return _keep_leading(ids, scaled, cutoff, top_k - int((scaled > cutoff).sum()))
+    return _leading(scaled, cutoff, top_k - int((scaled > cutoff).sum()))
 
 
-def keep_top_p(ids: Tensor, scaled: Tensor, top_p: float, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The nucleus: the shortest beginning of the order with at least the share `top_p` of the mass given.
+def top_p_indices(scaled: Tensor, top_p: float, vocab_size: int) -> Tensor:
+    """The nucleus: the shortest beginning of the same order that holds at least the share `top_p` of the mass given.
 
-    `scaled` is relative to the highest logit. Ids left out before must weigh less than half a unit, or be filtered.
+    `scaled`: float64 [n], relative to the highest logit. Returns ascending int64 indices. See `moot.core.sampling` for
+    the weights: all their sums are exact, so they may be taken in any order and by parts.
     """
-    weights = scaled.exp().mul_(2.0 ** weight_bits(vocab_size)).add_(0.5).floor_()
-    target = top_p * float(weights.sum())
-    values, above = scaled, 0.0
+    unit = 2.0 ** weight_bits(vocab_size)
+    weights = scaled.exp().mul_(unit).add_(0.5).floor_()
+    total = float(weights.sum())
+    target = top_p * total
+    # Tokens lighter than this hold together at most half of what the nucleus leaves out (up to the rounding of the
+    # weights, hence the check): the nucleus ends before them.
+    candidates = indices_where(scaled >= math.log(0.5 * (1.0 - top_p) * total / unit / scaled.numel()))
+    if float(weights[candidates].sum()) < target:
+        candidates = indices_where(scaled > MASKED)
+    values = scaled[candidates]
+    cutoff, num_at_cutoff = _crossing(values, weights[candidates], target)
+    return candidates[_leading(values, cutoff, num_at_cutoff)]
+
+
+def _crossing(values: Tensor, weights: Tensor, target: float) -> tuple[Tensor, int]:
+    """Where the cumulated weights reach `target`: the value there, and how many of the tokens with it are needed."""
+    above = 0.0  # weight of everything that ranks before `values`
     low, high = torch.aminmax(values)
-    # Narrow down to the values around the crossing: `above` is the mass of everything that ranks before `values`.
-    # All sums are exact, so they may be taken in any order.
     while values.numel() > SORTED_AT_ONCE and low < high:
-        upper = values > (low + high) / 2
-        mass = float(weights[upper].sum())
-        if mass + above >= target:
-            chosen = upper
-        else:
-            chosen, above = ~upper, above + mass
-        if not bool(chosen.any()):
+        is_upper = values > low + (high - low) / 2
+        upper = indices_where(is_upper)
+        if upper.numel() == 0:  # two neighbouring floats are left, and their middle is the upper one
             break
-        values, weights = values[chosen], weights[chosen]
+        upper_weights = weights[upper]
+        mass = float(upper_weights.sum())
+        if above + mass >= target:
+            values, weights = values[upper], upper_weights
+        else:
+            above += mass
+            lower = indices_where(~is_upper)
+            values, weights = values[lower], weights[lower]
         low, high = torch.aminmax(values)
     values, order = torch.sort(values, descending=True, stable=True)
     cumulated = weights[order].cumsum(0).add_(above)
     crossing = min(int((cumulated < target).sum()), values.numel() - 1)
     cutoff = values[crossing]
-    return _keep_leading(ids, scaled, cutoff, crossing + 1 - int((values > cutoff).sum()))
+    return cutoff, crossing + 1 - int((values > cutoff).sum())
 
 
-def keep_min_p(ids: Tensor, scaled: Tensor, min_p: float) -> tuple[Tensor, Tensor]:
-    """Tokens at least `min_p` times as likely as the likeliest."""
-    kept = scaled >= math.log(min_p)
-    return ids[kept], scaled[kept]
+def min_p_indices(scaled: Tensor, min_p: float) -> Tensor:
+    """Tokens at least `min_p` times as likely as the likeliest, as ascending int64 indices into `scaled` [n]."""
+    return indices_where(scaled >= math.log(min_p))
+
+
+def indices_where(mask: Tensor) -> Tensor:
+    """Ascending int64 indices of the true elements of `mask` [n]."""
+    if mask.device.type == "cpu":  # the same, several times faster
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero()[:, 0]
 
 
 def first_highest(values: Tensor) -> int:
     """Index of the highest value [n], the lowest such index in a tie: argmax promises no rule for ties."""
-    return int((values == values.max()).nonzero()[0, 0])
+    return int(indices_where(values == values.max())[0])
 
 
 def only(row: Tensor, allowed: Tensor) -> Tensor:
@@ -98,11 +120,14 @@ def only(row: Tensor, allowed: Tensor) -> Tensor:
     return result
 
 
-def _keep_leading(ids: Tensor, scaled: Tensor, cutoff: Tensor, num_at_cutoff: int) -> tuple[Tensor, Tensor]:
-    """All values above `cutoff`, and the first `num_at_cutoff` equal to it."""
-    kept = scaled > cutoff
-    kept[(scaled == cutoff).nonzero()[:num_at_cutoff, 0]] = True
-    return ids[kept], scaled[kept]
+def _leading(values: Tensor, cutoff: Tensor, num_at_cutoff: int) -> Tensor:
+    """Indices of all values above `cutoff` and of the first `num_at_cutoff` equal to it, ascending."""
+    equal = indices_where(values == cutoff)
+    if num_at_cutoff == equal.numel():
+        return indices_where(values >= cutoff)
+    kept = values > cutoff
+    kept[equal[:num_at_cutoff]] = True
+    return indices_where(kept)
 
 
 def _to_tensor(values: array[int], device: torch.device) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,18 +25,34 @@ def hash32(seed: int, position: int, token_ids: Tensor) -> Tensor:
     return word
 
 
-def gumbel_of(hashes: Tensor) -> Tensor:
-    """Float64 noise -log(-log(u)), u = (hash + 0.5) * 2^-32, of int64 hashes."""
-    uniform = hashes.to(torch.float64).add_(0.5).mul_(2.0**-32)
+def gumbel(seed: int, position: int, token_ids: Tensor) -> Tensor:
+    """G(seed, position, id) of `token_ids` (int64) in float64, within 2 ulp (of max(1, |G|)) of the reference."""
+    uniform = hash32(seed, position, token_ids).to(torch.float64).add_(0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_()
 
 
-def gumbel(seed: int, position: int, token_ids: Tensor) -> Tensor:
-    """G(seed, position, id) of `token_ids` (int64) in float64, within 2 ulp (of max(1, |G|)) of the reference."""
-    return gumbel_of(hash32(seed, position, token_ids))
+def one_minus_uniform(seed: int, position: int, token_ids: Tensor) -> Tensor:
+    """1 - u of `token_ids` (int64 [n]) in float32, each within one part in 2^23: enough to tell who cannot win."""
+    if token_ids.device.type == "cpu":
+        # Unsigned 32-bit arithmetic, which only NumPy offers here, is several times faster than the masked 64-bit one.
+        words = _hash32_numpy(seed, position, token_ids.numpy())
+        upper = torch.from_numpy((~words).astype(np.float32))
+    else:
+        upper = (MASK32 - hash32(seed, position, token_ids)).to(torch.float32)
+    return upper.add_(0.5).mul_(2.0**-32)
 
 
-def lowest_hash_reaching(noise: float) -> int:
-    """A hash such that every hash with noise of at least `noise` nats is at or above it (a few below reach it not)."""
-    # The float64 error of u is far below one hash step; two steps below is safe on every libm.
-    return max(0, math.floor(math.exp(-math.exp(-noise)) * 2.0**32) - 2)
+def _hash32_numpy(seed: int, position: int, token_ids: np.ndarray) -> np.ndarray:
+    """`hash32` on uint32, whose products wrap around by definition."""
+    low, high = position_key(seed, position)
+    word = token_ids.astype(np.uint32)
+    word ^= np.uint32(low)
+    word ^= word >> np.uint32(16)
+    word *= np.uint32(FIRST_MULTIPLIER)
+    word ^= word >> np.uint32(15)
+    word += np.uint32(high)
+    word *= np.uint32(SECOND_MULTIPLIER)
+    word ^= word >> np.uint32(16)
+    word *= np.uint32(THIRD_MULTIPLIER)
+    word ^= word >> np.uint32(15)
+    return word

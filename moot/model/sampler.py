@@ -1,11 +1,12 @@
 """The one sampler on tensors: `moot.core.sampling`, id by id, at a cost that a decoding step does not feel.
 
-Only tokens near the highest logit can win. The noise of 32-bit hashes lies between LOWEST_NOISE = -log(33 ln 2) and
-HIGHEST_NOISE = 33 ln 2 (u is a multiple of 2^-33 between 2^-33 and 1 - 2^-33). The token with the highest logit, 0
-after scaling, scores at least LOWEST_NOISE, and a token at scaled logit s at most s + HIGHEST_NOISE: with
-s < LOWEST_NOISE - HIGHEST_NOISE = -NOISE_RANGE it has lost. Nothing is computed for such tokens. They are a tail of
-the order on which the filters work, so top-k and min-p choose the same among the others; for top-p the limit is moved
-down to where weights round to zero.
+Nearly no token of a vocabulary can win, and the exact noise is computed only for those that can. With s <= 0 the
+scaled logit relative to the highest, G = -log(-log u) and B the score of any one token, x wins only if s + G >= B,
+that is -log u <= exp(s - B). As -log u >= 1 - u, it needs (1 - u) * exp(-s) <= exp(-B). The left side costs one
+single-precision pass over the row; the token where it is lowest gives a B so near the best score that a handful of
+tokens are left. u lies on multiples of 2^-33 from 2^-33 to 1 - 2^-33: noise ends at 33 ln 2 = 22.9 nats and begins at
+-log(33 ln 2) = -3.1, so a token more than NOISE_RANGE = 26.0 nats below the highest has always lost, and for the others
+nothing above overflows single precision or vanishes.
 """
 
 from __future__ import annotations
@@ -18,16 +19,27 @@ from torch import Tensor
 
 from moot.core.errors import RequestPoisoned
 from moot.core.history import History, HistoryOnPath
-from moot.core.noise import HIGHEST_NOISE, NOISE_RANGE
-from moot.core.sampling import MASKED, weight_bits
+from moot.core.sampling import MASKED
 from moot.core.types import SamplingParams, TokenLogprobs
 from moot.model import noise
-from moot.model.logits import add_bias, add_penalties, first_highest, keep_min_p, keep_top_k, keep_top_p, only
+from moot.model.logits import (
+    add_bias,
+    add_penalties,
+    first_highest,
+    indices_where,
+    min_p_indices,
+    only,
+    top_k_indices,
+    top_p_indices,
+)
 
 __all__ = ["History", "HistoryOnPath", "Sampler"]
 
-NEAR = 8.0
-"""Nats below the highest logit within which noise is computed at once; the few others that can win come after."""
+EXACT_AT_ONCE = 512
+"""For this few tokens the exact noise of all costs less than finding out who can win."""
+
+SCREEN_SLACK = 1e-4
+"""Relative. Covers the single-precision error of the screen: |s| 2^-23 from rounding s, |s| < 27, and a few ulp."""
 
 MAX_CACHED_ID_SETS = 64
 
@@ -42,6 +54,7 @@ class Sampler:
     def __init__(self, vocab_size: int, end_token_ids: frozenset[int]) -> None:
         self.vocab_size = vocab_size
         self.end_token_ids = end_token_ids
+        self._ids = torch.arange(vocab_size)
         self._id_sets: dict[tuple[frozenset[int], torch.device], Tensor] = {}
 
     def needs_row(self, params: SamplingParams, num_output: int) -> bool:
@@ -133,10 +146,9 @@ class Sampler:
         rank = int((row > logit).sum()) + int((row[:token_id] == logit).sum()) + 1
         top: list[tuple[int, float]] = []
         if num_top > 0:
-            ids, values = keep_top_k(torch.arange(row.numel(), device=row.device), row, num_top)
-            values, order = torch.sort(values, descending=True, stable=True)
-            listed = (values.to(torch.float64) - log_total).tolist()
-            top = list(zip(ids[order].tolist(), listed, strict=True))
+            ids = top_k_indices(row, num_top)
+            values, order = torch.sort(row[ids], descending=True, stable=True)
+            top = list(zip(ids[order].tolist(), (values.to(torch.float64) - log_total).tolist(), strict=True))
         return TokenLogprobs(float(logit) - log_total, rank, tuple(top))
 
     def probabilities(self, logits: Tensor, token_ids: Sequence[int]) -> list[float]:
@@ -176,19 +188,23 @@ class Sampler:
         highest = _highest(row)
         if params.is_greedy:
             return first_highest(row)
-        scope = NOISE_RANGE
-        if params.top_p < 1.0:
-            scope = max(scope, (weight_bits(self.vocab_size) + 1) * math.log(2.0))
-        # One nat more than needed covers rounding. Rounding the limit to the row's dtype is monotone: it loses nobody.
-        ids = (row >= highest - (scope + 1.0) * temperature).nonzero()[:, 0]
-        scaled = row[ids].to(torch.float64).sub_(highest).div_(temperature)
+        scaled = row.to(torch.float64, copy=True).sub_(highest).div_(temperature)
+        ids = self._all_ids(row.device)
         if params.top_k > 0:
-            ids, scaled = keep_top_k(ids, scaled, params.top_k)
+            kept = top_k_indices(scaled, params.top_k)
+            ids, scaled = kept, scaled[kept]
         if params.top_p < 1.0:
-            ids, scaled = keep_top_p(ids, scaled, params.top_p, self.vocab_size)
+            kept = top_p_indices(scaled, params.top_p, self.vocab_size)
+            ids, scaled = ids[kept], scaled[kept]
         if params.min_p > 0.0:
-            ids, scaled = keep_min_p(ids, scaled, params.min_p)
+            kept = min_p_indices(scaled, params.min_p)
+            ids, scaled = ids[kept], scaled[kept]
         return _noisy_highest(ids, scaled, params.seed, position)
+
+    def _all_ids(self, device: torch.device) -> Tensor:
+        if self._ids.device != device:
+            self._ids = torch.arange(self.vocab_size, device=device)
+        return self._ids
 
     def _id_tensor(self, token_ids: frozenset[int], device: torch.device) -> Tensor:
         """Ids of the set inside the vocabulary, int64 on `device`. The last sets are remembered: they may be large."""
@@ -212,18 +228,11 @@ def _highest(row: Tensor) -> float:
 
 
 def _noisy_highest(ids: Tensor, scaled: Tensor, seed: int, position: int) -> int:
-    """argmax of scaled + noise over `ids` (int64 ascending), the lowest id in a tie."""
-    near = scaled > -NEAR
-    near_ids = ids[near]
-    scores = scaled[near] + noise.gumbel(seed, position, near_ids)
-    best = float(scores.max())
-    # A far token scores below its noise - NEAR, and no noise exceeds HIGHEST_NOISE: almost no hash is high enough.
-    if best + NEAR <= HIGHEST_NOISE and near_ids.numel() < ids.numel():
-        far_ids, far_scaled = ids[~near], scaled[~near]
-        hashes = noise.hash32(seed, position, far_ids)
-        high = (hashes >= noise.lowest_hash_reaching(best + NEAR)).nonzero()[:, 0]
-        if high.numel():
-            near_ids = torch.cat([near_ids, far_ids[high]])
-            scores = torch.cat([scores, far_scaled[high] + noise.gumbel_of(hashes[high])])
-            best = float(scores.max())
-    return int(near_ids[scores == best].min())
+    """argmax of scaled + noise over `ids` (int64 ascending), the lowest id in a tie. `scaled`: float64, highest 0."""
+    if ids.numel() > EXACT_AT_ONCE:
+        odds_against = noise.one_minus_uniform(seed, position, ids).mul_(scaled.to(torch.float32).neg_().exp_())
+        likely = odds_against.argmin()
+        score = float(scaled[likely] + noise.gumbel(seed, position, ids[likely]))
+        able = indices_where(odds_against <= math.exp(-score) * (1.0 + SCREEN_SLACK))
+        ids, scaled = ids[able], scaled[able]
+    return int(ids[first_highest(scaled + noise.gumbel(seed, position, ids))])
