@@ -22,7 +22,9 @@
         ├── StoreUnavailable       Redis is down, slow or full
         ├── CommitFenced           another owner has claimed the request
         ├── CommitConflict         the record has another length than expected
-        └── CommitTerminal         the record has ended
+        ├── CommitTerminal         the record has ended
+        ├── LeaseHeld              its owner may still be alive; `retry_after_s`
+        └── RecordNotFound         never written, or its time to live is over
 """
 
 from __future__ import annotations
@@ -127,4 +129,14 @@ class CommitConflict(StoreError):
 
 
 class CommitTerminal(StoreError):
+    pass
+
+
+class LeaseHeld(StoreError):
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RecordNotFound(StoreError):
     pass

@@ -1,0 +1,22 @@
+"""The record of every request: `await open_store(...)` gives a RequestStore; its user closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.router.store.config import StoreConfig
+from services.router.store.degrade import DurableStore
+from services.router.store.memory import MemoryStore
+
+__all__ = ["DurableStore", "MemoryStore", "StoreConfig", "open_store"]
+
+
+async def open_store(
+    config: StoreConfig | None, on_change: Callable[[bool], None] = lambda up: None
+) -> DurableStore | MemoryStore:
+    """Without a config: records in memory only. `on_change(up)` is told at start and at every change since."""
+    if config is None:
+        return MemoryStore()
+    store = DurableStore(config, on_change)
+    await store.start()
+    return store

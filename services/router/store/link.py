@@ -1,0 +1,230 @@
+"""The one way to the server: function calls of many requests, in pipelines, by one task.
+
+Callers put a call on a bounded queue and wait for its own future; one worker task takes whatever has gathered (the
+commits of one answer frame arrive in one tick of the loop) and sends it as one pipeline. So a cancelled caller
+cancels nothing on the connection, and no reply can reach another request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from importlib import resources
+from typing import Any, NamedTuple
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+from redis.maint_notifications import MaintNotificationsConfig
+
+from moot.core.errors import StoreUnavailable
+from services.router.store.config import StoreConfig
+
+_log = logging.getLogger(__name__)
+
+_SOURCE = resources.files(__package__).joinpath("functions.lua").read_text()
+# Part of every function's name: routers of two versions share a server during a rolling update.
+VERSION = hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]
+LIBRARY = _SOURCE.replace("@VERSION@", VERSION)
+
+Argument = str | int | bytes
+
+
+class _Call(NamedTuple):
+    command: tuple[Argument, ...]
+    reply: asyncio.Future[Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(part) if isinstance(part, str | bytes) else 8 for part in self.command)
+
+
+class ServerFull(StoreUnavailable):
+    """The server refuses writes until it has memory again."""
+
+
+class RedisLink:
+    """`up` falls with the first batch that fails twice, and rises with a `probe` that succeeds: while it is down,
+    calls fail at once instead of waiting for a timeout each. `on_change(up)` is called at every change.
+
+    Needs a running event loop when it is made. Every call ends within `config.call_deadline_s`.
+    """
+
+    def __init__(self, config: StoreConfig, on_change: Callable[[bool], None] = lambda up: None) -> None:
+        self._config = config
+        self._on_change = on_change
+        self._client = self._connect()
+        self._queue: deque[_Call] = deque()
+        self._waiting = asyncio.Event()
+        self._up: bool | None = None
+        self._worker = asyncio.create_task(self._work(), name="store-link")
+        self._worker.add_done_callback(log_failure)
+
+    @property
+    def up(self) -> bool:
+        return self._up is not False
+
+    async def function(self, name: str, keys: Sequence[str], *arguments: Argument) -> Any:
+        """Reply of the server-side function `name`; raises StoreUnavailable. It may have been applied all the same."""
+        if not self.up:
+            raise StoreUnavailable("the store of request records is not reachable")
+        return await self._enqueue("FCALL", f"moot_{name}_{VERSION}", len(keys), *keys, *arguments)
+
+    async def probe(self) -> dict[str, Any]:
+        """The server's INFO memory, asked for even while the link is down; raises StoreUnavailable."""
+        reply = await self._enqueue("INFO", "memory")
+        self._set_up(True)
+        return dict(reply)
+
+    async def close(self) -> None:
+        self._worker.cancel()
+        await asyncio.gather(self._worker, return_exceptions=True)
+        self._fail_all(list(self._queue), StoreUnavailable("the store is closed"))
+        self._queue.clear()
+        await self._drop_connection()
+
+    async def _enqueue(self, *command: Argument) -> Any:
+        if self._worker.done():
+            raise StoreUnavailable("the store is closed")
+        if len(self._queue) >= self._config.max_queued_calls:
+            raise StoreUnavailable("too many calls wait for the store")
+        call = _Call(command, asyncio.get_running_loop().create_future())
+        self._queue.append(call)
+        self._waiting.set()
+        try:
+            async with asyncio.timeout(self._config.call_deadline_s):
+                return await call.reply
+        except TimeoutError as error:
+            raise StoreUnavailable("the store did not answer in time") from error
+
+    async def _work(self) -> None:
+        while True:
+            await self._waiting.wait()
+            batch = self._take_batch()
+            try:
+                await self._serve(batch)
+            except (RedisError, OSError, TimeoutError) as error:
+                _log.warning("store lost", extra={"cause": type(error).__name__})
+                self._set_up(False)
+                # Those behind it would each wait for the same timeout.
+                waiting, self._queue = list(self._queue), deque()
+                self._fail_all([*batch, *waiting], StoreUnavailable("the store of request records is not reachable"))
+            except BaseException as error:
+                self._set_up(False)
+                self._fail_all(batch, StoreUnavailable(f"the store's link ended: {type(error).__name__}"))
+                raise
+
+    def _take_batch(self) -> list[_Call]:
+        batch: list[_Call] = []
+        num_bytes = 0
+        while self._queue and len(batch) < self._config.max_batch_calls:
+            if self._queue[0].reply.done():  # cancelled before it was sent
+                self._queue.popleft()
+                continue
+            num_bytes += self._queue[0].num_bytes
+            if batch and num_bytes > self._config.max_batch_bytes:
+                break
+            batch.append(self._queue.popleft())
+        if not self._queue:
+            self._waiting.clear()
+        return batch
+
+    async def _serve(self, batch: Sequence[_Call]) -> None:
+        if not batch:
+            return
+        replies = await self._send_with_retry([call.command for call in batch])
+        missing = [index for index, reply in enumerate(replies) if _is_missing_function(reply)]
+        if missing:
+            # None of the others was refused for it, and these are all still in their order.
+            loaded, *again = await self._send_with_retry(
+                [("FUNCTION", "LOAD", "REPLACE", LIBRARY), *(batch[index].command for index in missing)]
+            )
+            if isinstance(loaded, Exception):
+                _log.error("the server refused the function library", extra={"cause": _kind(loaded)})
+            for index, reply in zip(missing, again, strict=True):
+                replies[index] = reply
+        for call, reply in zip(batch, replies, strict=True):
+            if call.reply.done():
+                continue
+            if isinstance(reply, Exception):
+                call.reply.set_exception(_unavailable(reply))
+            else:
+                call.reply.set_result(reply)
+
+    async def _send_with_retry(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        """Every function is idempotent, so a second attempt is safe whatever became of the first."""
+        try:
+            return await self._send(commands)
+        except (RedisError, OSError, TimeoutError):
+            await self._drop_connection()
+            self._client = self._connect()
+        try:
+            return await self._send(commands)
+        except (RedisError, OSError, TimeoutError):
+            await self._drop_connection()
+            self._client = self._connect()
+            raise
+
+    async def _send(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        async with asyncio.timeout(self._config.timeout_s + self._config.connect_timeout_s):
+            pipeline = self._client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            return list(await pipeline.execute(raise_on_error=False))
+
+    def _connect(self) -> Redis:
+        return Redis.from_url(
+            self._config.url,
+            socket_timeout=self._config.timeout_s,
+            socket_connect_timeout=self._config.connect_timeout_s,
+            # The library's own default is ten attempts, seconds in all.
+            retry=Retry(NoBackoff(), 0),
+            max_connections=1,
+            protocol=2,
+            driver_info=None,
+            maint_notifications_config=MaintNotificationsConfig(enabled=False),
+        )
+
+    async def _drop_connection(self) -> None:
+        """What is left on a broken connection is never read: the next batch gets a new one."""
+        try:
+            await self._client.aclose()
+        except (RedisError, OSError, TimeoutError) as error:
+            _log.debug("closing a broken connection", extra={"cause": type(error).__name__})
+
+    @staticmethod
+    def _fail_all(calls: Sequence[_Call], error: StoreUnavailable) -> None:
+        for call in calls:
+            if not call.reply.done():
+                call.reply.set_exception(StoreUnavailable(*error.args))
+
+    def _set_up(self, up: bool) -> None:
+        if up != self._up:
+            self._up = up
+            self._on_change(up)
+
+
+def log_failure(task: asyncio.Task[None]) -> None:
+    """A task that ends by itself is a bug, and must not be found out by its silence."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("background task ended", exc_info=error, extra={"task": task.get_name()})
+
+
+def _is_missing_function(reply: Any) -> bool:
+    return isinstance(reply, ResponseError) and "function not found" in str(reply).lower()
+
+
+def _kind(error: Exception) -> str:
+    """The error's class and code; its text may quote arguments, which are tokens."""
+    return f"{type(error).__name__} {str(error).split(' ', 1)[0][:20]}"
+
+
+def _unavailable(error: Exception) -> StoreUnavailable:
+    if "OOM" in _kind(error) or "OutOfMemory" in type(error).__name__:
+        return ServerFull("the store of request records has no memory left")
+    _log.error("the store refused a call", extra={"cause": _kind(error)})
+    return StoreUnavailable("the store of request records refused the call")

@@ -1,0 +1,132 @@
+"""A request's record as bytes and back. Pure functions; the layout is described at the head of functions.lua."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moot.core.errors import InvalidRequest, StoreError
+from moot.core.types import FinishReason, SamplingParams
+from services.router.types import RequestRecord
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
+
+RawSpan = tuple[bytes, Sequence[bytes]]
+"""A stream entry: id `0-<length after>`, and the pair (field name, packed ids)."""
+
+
+class Keys(NamedTuple):
+    """The three keys of one request. The braces are the cluster's hash tag: all three live on one node."""
+
+    hash: str
+    prompt: str
+    stream: str
+
+    @classmethod
+    def of(cls, prefix: str, request_id: str) -> Keys:
+        """Raises InvalidRequest when `request_id` could not be told apart from the syntax of a key."""
+        if not _REQUEST_ID.fullmatch(request_id):
+            raise InvalidRequest("request id must be 1 to 200 of the characters A-Z a-z 0-9 . _ : -", "request_id")
+        base = f"{prefix}:{{{request_id}}}"
+        return cls(base, base + ":p", base + ":t")
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Little-endian uint32 each."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    if len(packed) % 4:
+        raise StoreError("record is damaged: packed ids have a broken length")
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
+def encode_params(params: SamplingParams) -> str:
+    """Canonical: equal parameters give equal text, and floats come back bit by bit (repr round-trips)."""
+    allowed = params.allowed_token_ids
+    values = {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "logit_bias": [[token_id, params.logit_bias[token_id]] for token_id in sorted(params.logit_bias)],
+        "allowed_token_ids": None if allowed is None else sorted(allowed),
+        "max_tokens": params.max_tokens,
+        "min_tokens": params.min_tokens,
+        "stop_token_ids": sorted(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "logprobs": params.logprobs,
+    }
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))
+
+
+def decode_params(text: str, seed: int) -> SamplingParams:
+    values: dict[str, Any] = json.loads(text)
+    allowed = values.pop("allowed_token_ids")
+    return SamplingParams(
+        **values
+        | {
+            "logit_bias": {token_id: bias for token_id, bias in values["logit_bias"]},
+            "allowed_token_ids": None if allowed is None else frozenset(allowed),
+            "stop_token_ids": frozenset(values["stop_token_ids"]),
+        },
+        seed=seed,
+    )
+
+
+def encode_fields(record: RequestRecord) -> list[str | int]:
+    """The unchanging fields of the hash, flat: name, value, name, value, ..."""
+    return [
+        "seed",
+        record.params.seed,
+        "params",
+        encode_params(record.params),
+        "model",
+        record.model,
+        "tokenizer",
+        record.tokenizer_fingerprint,
+        "stops",
+        json.dumps(record.stop_strings),
+        "body",
+        record.body_fingerprint,
+        "prompt_length",
+        len(record.prompt_token_ids),
+    ]
+
+
+def finish_text(finish_reason: FinishReason | None) -> str:
+    return "" if finish_reason is None else finish_reason.value
+
+
+def decode_record(
+    request_id: str, fields: Mapping[bytes, bytes], prompt: bytes, spans: Sequence[RawSpan]
+) -> RequestRecord:
+    """Raises StoreError when prompt or spans have a gap: a record is whole or it is not used."""
+    output: list[int] = []
+    for entry_id, (_, packed) in spans:
+        output.extend(unpack_ids(packed))
+        if entry_id != b"0-%d" % len(output):
+            raise StoreError("record is damaged: its spans have a gap")
+    prompt_ids = unpack_ids(prompt)
+    if len(output) != int(fields[b"length"]) or len(prompt_ids) != int(fields[b"prompt_length"]):
+        raise StoreError("record is damaged: lengths do not agree")
+    finish = fields[b"finish"].decode()
+    return RequestRecord(
+        request_id=request_id,
+        epoch=int(fields[b"epoch"]),
+        prompt_token_ids=prompt_ids,
+        output_token_ids=tuple(output),
+        params=decode_params(fields[b"params"].decode(), int(fields[b"seed"])),
+        model=fields[b"model"].decode(),
+        tokenizer_fingerprint=fields[b"tokenizer"].decode(),
+        stop_strings=tuple(json.loads(fields[b"stops"])),
+        body_fingerprint=fields[b"body"].decode(),
+        finish_reason=FinishReason(finish) if finish else None,
+    )

@@ -1,0 +1,190 @@
+"""The pipeline to the server: replies go to their own callers, waits are bounded, a lost server costs one timeout."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+from store_server import Server, config, record, run
+
+from moot.core.errors import CommitConflict, StoreUnavailable
+from services.router.store.link import RedisLink
+from services.router.store.redis_store import RedisStore
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cancelled_calls_never_hand_their_reply_to_another_request(shared_server: Server, seed: int) -> None:
+    """C28: 200 requests at once, half of them cancelled at random moments; the others read their own record only."""
+    draw = random.Random(seed)
+
+    async def one(store: RedisStore, index: int) -> int:
+        request_id = f"c{seed}-{index}"
+        await store.create(record(request_id, prompt=(index,)))
+        for step in range(5):
+            await store.commit(request_id, 1, step, [index * 10 + step])
+            loaded = await store.load(request_id)
+            assert loaded is not None
+            assert loaded.prompt_token_ids == (index,)
+            assert loaded.output_token_ids == tuple(index * 10 + done for done in range(step + 1))
+        return index
+
+    async def scenario() -> None:
+        link = RedisLink(made := config(shared_server, max_batch_calls=16))
+        store = RedisStore(link, made)
+        tasks = [asyncio.create_task(one(store, index)) for index in range(200)]
+        doomed = draw.sample(tasks, 100)
+        for task in doomed:
+            task.cancel() if draw.random() < 0.1 else None
+            for _ in range(draw.randrange(3)):
+                await asyncio.sleep(0)
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for index, (task, result) in enumerate(zip(tasks, results, strict=True)):
+            assert result == index or (task in doomed and isinstance(result, asyncio.CancelledError)), result
+        assert sum(isinstance(result, asyncio.CancelledError) for result in results) > 50
+        await link.close()
+
+    run(scenario())
+
+
+def test_commits_of_one_tick_share_a_pipeline(shared_server: Server) -> None:
+    """A frame of verify answers costs one round trip, not one per request."""
+    client = shared_server.client()
+
+    async def scenario() -> tuple[int, int]:
+        link = RedisLink(made := config(shared_server))
+        store = RedisStore(link, made)
+        await asyncio.gather(*(store.create(record(f"p{index}")) for index in range(64)))
+        before = client.info("stats")["total_reads_processed"]
+        await asyncio.gather(*(store.commit(f"p{index}", 1, 0, [index]) for index in range(64)))
+        after = client.info("stats")["total_reads_processed"]
+        await link.close()
+        return before, after
+
+    before, after = run(scenario())
+    assert after - before < 8
+
+
+def test_a_batch_has_a_bound(shared_server: Server) -> None:
+    """Large prompts do not pile up into one pipeline that outlives its timeout."""
+
+    async def scenario() -> None:
+        link = RedisLink(made := config(shared_server, max_batch_bytes=10_000))
+        store = RedisStore(link, made)
+        prompt = tuple(range(2_000))
+        await asyncio.gather(*(store.create(record(f"b{index}", prompt=prompt)) for index in range(20)))
+        loaded = await asyncio.gather(*(store.load(f"b{index}") for index in range(20)))
+        assert [one.request_id for one in loaded if one] == [f"b{index}" for index in range(20)]
+        await link.close()
+
+    run(scenario())
+
+
+def test_a_full_queue_refuses_at_once(server: Server) -> None:
+    """A server that stands still holds up a bounded number of calls."""
+    server.freeze()
+
+    async def scenario() -> None:
+        link = RedisLink(made := config(server, max_queued_calls=4, timeout_s=0.1, connect_timeout_s=0.1))
+        store = RedisStore(link, made)
+        results = await asyncio.gather(*(store.load(f"q{index}") for index in range(20)), return_exceptions=True)
+        assert all(isinstance(result, StoreUnavailable) for result in results)
+        assert sum("too many" in str(result) for result in results) >= 15
+        await link.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("fault", ["freeze", "kill"])
+def test_a_lost_server_costs_one_bounded_wait(server: Server, fault: str) -> None:
+    """With the default timeouts: the first calls wait for two attempts at most, later ones not at all."""
+
+    async def scenario() -> None:
+        changes: list[bool] = []
+        defaults = {"timeout_s": 0.1, "connect_timeout_s": 0.1}
+        link = RedisLink(made := config(server, **defaults), changes.append)
+        store = RedisStore(link, made)
+        await link.probe()
+        getattr(server, fault)()
+        started = time.monotonic()
+        results = await asyncio.gather(*(store.load(f"l{index}") for index in range(50)), return_exceptions=True)
+        assert all(isinstance(result, StoreUnavailable) for result in results)
+        # redis-py alone would try for seven seconds.
+        assert time.monotonic() - started < 2
+        assert changes == [True, False]
+        with pytest.raises(StoreUnavailable):
+            # Not one step of the loop: there is no wait at all.
+            store.load("l1").send(None)
+        await link.close()
+
+    run(scenario())
+
+
+def test_replies_after_a_timeout_are_never_read(server: Server) -> None:
+    """A late reply belongs to a call that is over; the next call must not get it."""
+
+    async def scenario() -> None:
+        link = RedisLink(made := config(server, timeout_s=0.1, connect_timeout_s=0.1))
+        store = RedisStore(link, made)
+        for index in range(5):
+            await link.probe()
+            await store.create(record(f"t{index}", prompt=(index,)))
+            server.freeze()
+            with pytest.raises(StoreUnavailable):
+                await store.load(f"t{index}")
+            server.thaw()
+            await probe_until_up(link)
+            for other in range(index + 1):
+                loaded = await store.load(f"t{other}")
+                assert loaded is not None
+                assert loaded.prompt_token_ids == (other,)
+        await link.close()
+
+    run(scenario())
+
+
+async def probe_until_up(link: RedisLink) -> None:
+    while True:
+        try:
+            await link.probe()
+            return
+        except StoreUnavailable:
+            continue
+
+
+def test_an_idle_connection_closed_by_the_server_is_replaced(shared_server: Server) -> None:
+    """One retry on a new connection: a server that drops idle clients is not an outage."""
+    client = shared_server.client()
+
+    async def scenario() -> None:
+        changes: list[bool] = []
+        link = RedisLink(made := config(shared_server), changes.append)
+        store = RedisStore(link, made)
+        await link.probe()
+        for index in range(3):
+            client.client_kill_filter(_type="normal", skipme=True)
+            await store.create(record(f"i{index}"))
+        assert changes == [True]
+        with pytest.raises(CommitConflict):
+            await RedisStore(link, made, "other").create(record("i0"))
+        await link.close()
+
+    run(scenario())
+
+
+def test_after_close_calls_fail_at_once(shared_server: Server) -> None:
+    """Nobody waits for a link that is gone."""
+
+    async def scenario() -> None:
+        link = RedisLink(made := config(shared_server))
+        store = RedisStore(link, made)
+        waiting = asyncio.create_task(store.load("x"))
+        await asyncio.sleep(0)
+        await link.close()
+        for call in (waiting, store.load("x")):
+            with pytest.raises(StoreUnavailable):
+                await call
+
+    run(scenario())

@@ -1,0 +1,95 @@
+"""The store without a server follows the server's rules."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_server import Server, config, record, run
+
+from moot.core.errors import NoCapacity, StoreError
+from moot.core.types import FinishReason
+from services.router.store import DurableStore, MemoryStore, open_store
+
+STOP = FinishReason.STOP
+_numbers = itertools.count()
+_commits = st.tuples(
+    st.just("commit"),
+    st.integers(0, 1),
+    st.integers(0, 4),
+    st.lists(st.integers(0, 1), min_size=1, max_size=2),
+    st.sampled_from([None, None, None, STOP]),
+)
+_steps = st.lists(_commits | st.just(("load",)) | st.just(("claim",)), max_size=12)
+
+
+async def apply(store: DurableStore | MemoryStore, request_id: str, step: tuple[Any, ...]) -> Any:
+    """What came of one call, durability aside."""
+    name, *arguments = step
+    try:
+        result = await getattr(store, name)(request_id, *arguments)
+    except StoreError as error:
+        return type(error)
+    return None if name == "commit" else result
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=_steps)
+def test_same_calls_same_answers(shared_server: Server, steps: list[tuple[Any, ...]]) -> None:
+    """One protocol, one behaviour: the rounds need not know which store they use."""
+
+    async def scenario() -> None:
+        request_id = f"m-{next(_numbers)}"
+        durable = await open_store(config(shared_server, upkeep_interval_s=60))
+        memory = await open_store(None)
+        await durable.create(record(request_id))
+        await memory.create(record(request_id))
+        for step in steps:
+            assert await apply(durable, request_id, step) == await apply(memory, request_id, step), step
+        await durable.close()
+
+    run(scenario())
+
+
+def test_nothing_is_called_durable() -> None:
+    """What dies with the process must not be reported as kept."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        assert not await store.create(record())
+        assert not await store.commit("r1", 1, 0, [1])
+
+    run(scenario())
+
+
+def test_claim_after_the_lease() -> None:
+    """A resumed request gets a new epoch here too."""
+
+    async def scenario() -> None:
+        store = MemoryStore(lease_s=0.0)
+        await store.create(record())
+        assert await store.claim("r1") == record(epoch=2)
+
+    run(scenario())
+
+
+def test_room_is_bounded() -> None:
+    """Finished records make room, running ones do not."""
+
+    async def scenario() -> None:
+        store = MemoryStore(max_records=2)
+        await store.create(record("a"))
+        await store.create(record("b"))
+        with pytest.raises(NoCapacity):
+            await store.create(record("c"))
+        await store.commit("b", 1, 0, [1], STOP)
+        await store.create(record("c"))
+        assert await store.load("b") is None
+        assert await store.load("a") == record("a")
+        await asyncio.sleep(0)
+
+    run(scenario())
