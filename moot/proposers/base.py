@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
-from moot.core.types import SamplingParams
+from moot.core.types import ModelInfo, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +42,23 @@ class Proposer(ABC, Generic[SessionT]):
     """Drafters of one family are alike; the vote counts the strongest of them."""
     context_limit: int
     """Prefix length past which it abstains."""
+    model_info: ModelInfo | None = None
+    """Of kinds with a model: what it is."""
 
     @abstractmethod
     def open(self, prefix: Sequence[int], params: SamplingParams) -> SessionT:
         """Start a session whose prefix is `prefix`. `params.seed` is the seed of the target's noise."""
 
     @abstractmethod
-    def extend(
-        self, session: SessionT, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
-    ) -> None:
+    def extend(self, session: SessionT, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()) -> None:
         """Append committed ids. `top_candidates`: per id, the target's most likely ids there, or empty."""
 
     @abstractmethod
     def propose(self, asks: Sequence[Ask[SessionT]]) -> list[list[Chain]]:
         """For each ask its chains, best first; an empty list abstains. A failure in one ask must not harm others."""
+
+    def warm(self, session: SessionT) -> None:
+        """Called while idle after open: do ahead of time what the first proposal would have to do."""
 
     def close(self, session: SessionT) -> None:
         """Free what the session holds."""

@@ -1,0 +1,71 @@
+"""Drafter kinds by name. A kind is loaded when it is asked for: those without a model never import torch.
+
+Other packages add kinds under the entry point group `moot.proposers`: the entry's name is the kind, its object a
+`Kind`. Built-in names go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from moot.core.errors import ConfigError
+from moot.proposers.base import Proposer
+from moot.proposers.options import parse_options
+from moot.proposers.spec import Kind
+
+ENTRY_POINT_GROUP = "moot.proposers"
+MODEL_FREE_KINDS = ("ngram", "prompt_lookup", "recycling", "suffix")
+"""Built-in kinds that need no torch: the router can run them in its own process."""
+BUILT_IN_KINDS = (*MODEL_FREE_KINDS, "neural")
+
+
+def known_kinds() -> tuple[str, ...]:
+    """Names of all kinds, built-in and installed, sorted."""
+    return tuple(sorted({*BUILT_IN_KINDS, *(entry.name for entry in _installed())}))
+
+
+def load_kind(kind: str) -> Kind[Any]:
+    """Raises ConfigError naming the known kinds."""
+    match kind:
+        case "ngram":
+            from moot.proposers import ngram
+
+            return Kind("ngram", ngram.NgramOptions, ngram.NgramProposer)
+        case "prompt_lookup":
+            from moot.proposers import prompt_lookup
+
+            return Kind("prompt_lookup", prompt_lookup.PromptLookupOptions, prompt_lookup.PromptLookupProposer)
+        case "recycling":
+            from moot.proposers import recycling
+
+            return Kind("recycling", recycling.RecyclingOptions, recycling.RecyclingProposer)
+        case "suffix":
+            from moot.proposers import suffix
+
+            return Kind("suffix", suffix.SuffixOptions, suffix.SuffixProposer)
+        case "neural":
+            from moot.proposers import neural
+
+            return Kind("neural", neural.NeuralOptions, neural.NeuralProposer)
+    for entry in _installed():
+        if entry.name == kind:
+            found = entry.load()
+            if not isinstance(found, Kind):
+                raise ConfigError(f"entry point {kind} of group {ENTRY_POINT_GROUP} is not a Kind")
+            return found
+    raise ConfigError(f"unknown drafter kind {kind} (known: {', '.join(known_kinds())})")
+
+
+def create(kind: str, options: Mapping[str, object]) -> Proposer[Any]:
+    """A proposer of `kind`. Values of `options` may be typed or text; `vocab_size` is an option of every kind.
+
+    Raises ConfigError naming what is wrong: the kind, an unknown, missing or bad option, a file that cannot be read.
+    """
+    spec = load_kind(kind)
+    return spec.build(parse_options(spec.options, kind, options))
+
+
+def _installed() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=ENTRY_POINT_GROUP))

@@ -1,0 +1,149 @@
+"""Suffix matching (SuffixDecoding, arXiv 2411.04975; REST, arXiv 2311.08252): what followed the longest match.
+
+Own text: a suffix automaton over the last `max_indexed_tokens` of prompt + output. Where the shared datastore knows a
+longer suffix of the prefix than the own text does, its continuation is the proposal (else the next alternative).
+
+Confidence byte: 16 * level + floor(15 * share). Level 0 to 7 grows with the match length (1, 2, 3, 4, 5, 7, 10, 16
+tokens and more); the own text's levels are 8 higher. Share: the part of the match's occurrences that went on so.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moot.config import option
+from moot.proposers.base import Chain
+from moot.proposers.datastore import Datastore
+from moot.proposers.model_free import ModelFreeProposer, PrefixSession
+from moot.proposers.options import ProposerOptions, require
+from moot.proposers.suffix_automaton import ROOT_STATE, SuffixAutomaton
+
+_LEVELS = (1, 2, 3, 4, 5, 7, 10, 16)
+_OWN = 8
+
+
+def confidence_byte(match_length: int, share: float, level_offset: int = 0) -> int:
+    return 16 * (bisect_right(_LEVELS, max(match_length, 1)) - 1 + level_offset) + int(15 * min(share, 1.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuffixOptions(ProposerOptions):
+    min_match: int = option(1, help="shortest match that is used, in tokens")
+    max_indexed_tokens: int = option(8192, help="the own text is indexed over at most this many last tokens")
+    prefer: str = option("frequent", help="which continuation of a match goes first", choices=("frequent", "recent"))
+    datastore: Path | None = option(None, help="folder of a shared datastore made by `moot index` (read only)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.min_match >= 1, "min_match", "must be at least 1")
+        require(self.max_indexed_tokens >= 2, "max_indexed_tokens", "must be at least 2")
+
+
+@dataclass(slots=True)
+class SuffixSession(PrefixSession):
+    start: int = 0
+    """Position of the first indexed token."""
+    tokens: list[int] = field(default_factory=list)
+    """From `start` on."""
+    automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+
+
+class SuffixProposer(ModelFreeProposer[SuffixSession]):
+    kind = "suffix"
+
+    def __init__(self, options: SuffixOptions) -> None:
+        super().__init__(options)
+        self._min_match = options.min_match
+        self._window = options.max_indexed_tokens
+        self._frequent = options.prefer == "frequent"
+        self._datastore = Datastore(options.datastore) if options.datastore else None
+
+    def new_session(self) -> SuffixSession:
+        return SuffixSession()
+
+    def append(self, session: SuffixSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]) -> None:
+        session.tokens.extend(token_ids)
+        start = self._start(session.length)
+        if start != session.start:
+            session.tokens = session.tokens[start - session.start :]
+            session.start, session.automaton = start, SuffixAutomaton()
+        for token in session.tokens[len(session.automaton) :]:
+            session.automaton.append(token)
+
+    def _start(self, length: int) -> int:
+        """A function of the length alone, so that however a prefix arrived, the same window is indexed.
+
+        It moves by half a window at a time: rebuilding costs a constant per token.
+        """
+        half = self._window // 2
+        return 0 if length <= self._window else -(-(length - self._window) // half) * half
+
+    def chains(self, session: SuffixSession, num_tokens: int, width: int) -> Iterator[Chain]:
+        automaton = session.automaton
+        own_length = automaton.length[automaton.match()]
+        stored, stored_length = self._stored(session, num_tokens)
+        if stored is not None and stored_length > own_length:
+            yield stored
+        yield from self._own(automaton, num_tokens, width)
+        if stored is not None and stored_length <= own_length:
+            yield stored
+
+    def _stored(self, session: SuffixSession, num_tokens: int) -> tuple[Chain | None, int]:
+        if self._datastore is None:
+            return None, 0
+        found = self._datastore.continuation(session.tokens, num_tokens)
+        if found.match_length < self._min_match or not found.token_ids:
+            return None, 0
+        confidences = tuple(confidence_byte(found.match_length, share) for share in found.shares)
+        return Chain(found.token_ids, confidences), found.match_length
+
+    def _own(self, automaton: SuffixAutomaton, num_tokens: int, width: int) -> Iterator[Chain]:
+        """One chain per first id: the continuations of the longest match, then those of its shorter suffixes."""
+        state = automaton.match()
+        first_ids: set[int] = set()
+        while automaton.length[state] >= self._min_match and len(first_ids) < width:
+            for token in self._ranked(automaton, state) if width > 1 else (self._best(automaton, state),):
+                if token is not None and token not in first_ids and len(first_ids) < width:
+                    first_ids.add(token)
+                    yield self._walk(automaton, state, token, num_tokens)
+            state = automaton.shorter(state)
+
+    def _ranked(self, automaton: SuffixAutomaton, state: int) -> list[int]:
+        children, count, end = automaton.next[state], automaton.count, automaton.end
+        if self._frequent:
+            return sorted(children, key=lambda token: (-count[children[token]], -end[children[token]]))
+        return sorted(children, key=lambda token: -end[children[token]])
+
+    def _best(self, automaton: SuffixAutomaton, state: int) -> int | None:
+        children, count, end = automaton.next[state], automaton.count, automaton.end
+        if len(children) == 1:
+            return next(iter(children))
+        if self._frequent:
+            return max(children, key=lambda token: (count[children[token]], end[children[token]]), default=None)
+        return max(children, key=lambda token: end[children[token]], default=None)
+
+    def _walk(self, automaton: SuffixAutomaton, state: int, token: int | None, num_tokens: int) -> Chain:
+        """Follow the automaton from `state`; at the end of the text go on from the longest suffix that goes on."""
+        ids: list[int] = []
+        confidences: list[int] = []
+        match_length = automaton.length[state]
+        while len(ids) < num_tokens:
+            while token is None:
+                state = automaton.shorter(state)
+                match_length = automaton.length[state]
+                if state == ROOT_STATE or match_length < self._min_match:
+                    return Chain(tuple(ids), tuple(confidences))
+                token = self._best(automaton, state)
+            child = automaton.next[state][token]
+            share = automaton.count[child] / max(automaton.count[state], 1)
+            ids.append(token)
+            confidences.append(confidence_byte(match_length, share, _OWN))
+            state = child
+            token = self._best(automaton, state)
+        return Chain(tuple(ids), tuple(confidences))
+
+    def close(self, session: SuffixSession) -> None:
+        session.start, session.tokens, session.automaton = session.length, [], SuffixAutomaton()
