@@ -1,0 +1,45 @@
+"""The shapes of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.router.http import logprobs
+from services.router.http.replies import ending
+from services.router.http.running import Choice
+from services.router.token_bytes import TokenBytes
+from services.router.types import GenerationChunk
+
+
+class CompletionReply:
+    """With `echo` a choice's text begins with its `prompt_text`."""
+
+    whole_kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(self, tokens: TokenBytes) -> None:
+        self._tokens = tokens
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        if not choice.prompt_text:
+            return None
+        return {"index": choice.index, "text": choice.prompt_text, "logprobs": None, "finish_reason": None}
+
+    def delta(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any] | None:
+        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None:
+            return None
+        begin = choice.num_tokens - len(chunk.token_ids)
+        probs = self._logprobs(choice, begin, chunk) if chunk.logprobs else None
+        last = ending(choice) if choice.finish_reason else {"finish_reason": None}
+        return {"index": choice.index, "text": chunk.text, "logprobs": probs} | last
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        whole = GenerationChunk("", tuple(choice.token_ids), tuple(choice.logprobs))
+        probs = None if choice.request.params.logprobs is None else self._logprobs(choice, 0, whole)
+        text = choice.prompt_text + "".join(choice.pieces)
+        return {"index": choice.index, "text": text, "logprobs": probs} | ending(choice)
+
+    def _logprobs(self, choice: Choice, begin: int, chunk: GenerationChunk) -> dict[str, Any]:
+        offsets = choice.text.offsets[begin : begin + len(chunk.token_ids)]
+        num_top = choice.request.params.logprobs or 0
+        return logprobs.completion(self._tokens, chunk.token_ids, chunk.logprobs, offsets, num_top)

@@ -1,0 +1,220 @@
+"""One POST, from body to answer: admit, read, check, tokenize, generate, write."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from moot.core.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, MootError, NoCapacity
+from moot.core.types import ModelInfo
+from moot.metrics import Metrics
+from services.router import validation
+from services.router.fields import parse_json_object
+from services.router.http import errors, sse
+from services.router.http.chat import ChatReply
+from services.router.http.completions import CompletionReply
+from services.router.http.middleware import ClientGone
+from services.router.http.replies import Envelope, Reply
+from services.router.http.running import Choice, run_choices
+from services.router.http.settings import FrontState, HttpSettings
+from services.router.limits import Admission, Ticket
+from services.router.stop_strings import StopStrings
+from services.router.text import IncrementalText
+from services.router.tokenization import PromptTokenizer
+from services.router.types import GenerationChunk, GenerationRequest, Generator
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What the endpoints share."""
+
+    generator: Generator
+    tokenizer: PromptTokenizer
+    settings: HttpSettings
+    state: FrontState
+    admission: Admission
+    metrics: Metrics
+
+    def serving(self) -> ModelInfo:
+        """The model behind us. Raises what new requests are refused with now."""
+        refusal = self.state.refusal()
+        if refusal is not None:
+            raise refusal
+        info = self.state.model_info()
+        if info is None:
+            raise NoCapacity("no verifier has been seen yet", self.settings.retry_after_s)
+        return info
+
+
+class GenerationEndpoint:
+    """An ASGI app for POST /v1/completions, or with `chat` for POST /v1/chat/completions."""
+
+    def __init__(self, front: Front, *, chat: bool) -> None:
+        self._front = front
+        self._chat = chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.monotonic()
+        request = Request(scope, receive)
+        with self._front.admission.enter(request.state.caller) as ticket:
+            info = self._front.serving()
+            body = await self._read(request)
+            work = self._answer(body, info, ticket, request.state.caller, started, send)
+            response = await sse.unless_gone(receive, work, 2 * self._front.settings.abort_timeout_s)
+            if response is not None:
+                await response(scope, receive, send)
+
+    async def _read(self, request: Request) -> bytes:
+        """The body, bounded in size and time. Raises BodyTooLarge, DeadlineExceeded, InvalidRequest, ClientGone."""
+        limit = self._front.settings.max_body_bytes
+        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise InvalidRequest("the content type must be application/json", "content-type")
+        announced = request.headers.get("content-length", "")
+        body = bytearray()
+        try:
+            if announced.isdigit() and int(announced) > limit:
+                raise BodyTooLarge(f"the request body must be at most {limit} bytes")
+            async with asyncio.timeout(self._front.settings.body_timeout_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise BodyTooLarge(f"the request body must be at most {limit} bytes")
+        except TimeoutError as error:
+            raise DeadlineExceeded("the request body did not arrive in time") from error
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        return bytes(body)
+
+    async def _answer(
+        self, body: bytes, info: ModelInfo, ticket: Ticket, caller: str, started: float, send: Send
+    ) -> Response | None:
+        """The response; None when it was streamed through `send`."""
+        front = self._front
+        base_id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
+        common, requests, prompt_texts = await self._prepare(body, info, ticket, caller, base_id)
+        tokens = front.tokenizer.tokens
+        stops = StopStrings(common.stops)
+        choices = [
+            Choice(index, request, self._text(request, common, stops, info), prompt_text, keep_text=not common.stream)
+            for index, (request, prompt_text) in enumerate(zip(requests, prompt_texts, strict=True))
+        ]
+        envelope = Envelope(base_id, int(time.time()), common, tokens, choices)
+        reply: Reply = ChatReply(tokens) if self._chat else CompletionReply(tokens)
+        async with aclosing(run_choices(front.generator, choices, front.settings, front.metrics, started)) as chunks:
+            if common.stream:
+                await self._stream(envelope, reply, chunks, sse.EventStream(send, front.settings.send_timeout_s))
+                return None
+            durable = True
+            async for _, chunk in chunks:
+                durable = durable and chunk.durable
+        answer = envelope.wrap(reply.whole_kind, [reply.whole(choice) for choice in choices])
+        answer["usage"] = envelope.usage()
+        if common.include_metrics:
+            answer["metrics"] = envelope.metrics()
+        text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
+        return Response(text, headers=_durability(durable), media_type="application/json")
+
+    async def _prepare(
+        self, body: bytes, info: ModelInfo, ticket: Ticket, caller: str, base_id: str
+    ) -> tuple[validation.CommonBody, tuple[GenerationRequest, ...], list[str]]:
+        """Body to requests, with the text to echo before each choice."""
+        front = self._front
+        values = parse_json_object(body, front.settings.max_json_depth)
+        drafter_ids = front.state.drafter_ids()
+        if self._chat:
+            chat = validation.parse_chat(values, front.settings, info, drafter_ids)
+            common = chat.common
+            ticket.grow(common.n)
+            ids = await front.tokenizer.encode_chat(
+                chat.messages,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                context_limit=info.context_limit,
+            )
+            prompts: tuple[tuple[int, ...], ...] = (ids,)
+            echoes = [""] * common.n
+        else:
+            completion = validation.parse_completion(values, front.settings, info, drafter_ids)
+            common = completion.common
+            ticket.grow(common.n * len(completion.prompts))
+            texts = [prompt for prompt in completion.prompts if isinstance(prompt, str)]
+            prompts = await front.tokenizer.encode(
+                texts,
+                add_special_tokens=completion.add_special_tokens,
+                context_limit=info.context_limit,
+                param="prompt",
+            )
+            # All prompts are texts or all are ids.
+            prompts = prompts or tuple(prompt for prompt in completion.prompts if isinstance(prompt, tuple))
+            shown = texts or [front.tokenizer.tokens.text(ids, common.skip_special_tokens) for ids in prompts]
+            echoes = [text if completion.echo else "" for text in shown for _ in range(common.n)]
+        fingerprint = hashlib.sha256(body).hexdigest()
+        param = "messages" if self._chat else "prompt"
+        requests = validation.plan_requests(common, prompts, info, base_id, caller, fingerprint, param)
+        return common, requests, echoes
+
+    def _text(
+        self, request: GenerationRequest, common: validation.CommonBody, stops: StopStrings, info: ModelInfo
+    ) -> IncrementalText:
+        return IncrementalText(
+            self._front.tokenizer.tokens,
+            stops=stops,
+            min_tokens=request.params.min_tokens,
+            ending_token_ids=request.params.ending_token_ids(info.end_token_ids),
+            skip_special_tokens=common.skip_special_tokens,
+            include_stop_str_in_output=common.include_stop_str_in_output,
+        )
+
+    async def _stream(
+        self,
+        envelope: Envelope,
+        reply: Reply,
+        chunks: AsyncGenerator[tuple[Choice, GenerationChunk], None],
+        stream: sse.EventStream,
+    ) -> None:
+        common = envelope.common
+        running = len(envelope.choices)
+        opened: set[int] = set()
+        try:
+            async for choice, chunk in chunks:
+                items = [reply.delta(choice, chunk)]
+                if choice.index not in opened:
+                    opened.add(choice.index)
+                    items.insert(0, reply.opening(choice))
+                running -= chunk.finish_reason is not None
+                bodies = [envelope.wrap(reply.chunk_kind, [item]) for item in items if item is not None]
+                if running == 0 and common.include_metrics and not common.include_usage:
+                    bodies[-1]["metrics"] = envelope.metrics()
+                if bodies:
+                    await stream.send(map(sse.event, bodies), _durability(chunk.durable))
+            last = [sse.DONE]
+            if common.include_usage:
+                usage = envelope.wrap(reply.chunk_kind, []) | {"usage": envelope.usage()}
+                if common.include_metrics:
+                    usage["metrics"] = envelope.metrics()
+                last.insert(0, sse.event(usage))
+            await stream.send(last)
+        except Exception as error:
+            if not stream.started or isinstance(error, ClientGone):
+                raise
+            await stream.send([sse.event(errors.describe(error).body)])
+            if not isinstance(error, MootError):
+                await stream.close()
+                raise
+        await stream.close()
+
+
+def _durability(durable: bool) -> dict[str, str]:
+    """Says that the request could not be resumed: its record is not stored."""
+    return {} if durable else {"x-moot-durable": "false"}

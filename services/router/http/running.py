@@ -1,0 +1,141 @@
+"""Generating the choices of one request concurrently, and measuring them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from moot.core.errors import DeadlineExceeded, MootError
+from moot.core.types import FinishReason, TokenLogprobs
+from moot.metrics import Metrics
+from services.router.http.settings import HttpSettings
+from services.router.text import IncrementalText
+from services.router.types import GenerationChunk, GenerationMetrics, GenerationRequest, Generator
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice and what has come of it. `keep_text`: whether text and logprobs are collected for a whole answer."""
+
+    index: int
+    request: GenerationRequest
+    text: IncrementalText
+    prompt_text: str = ""
+    keep_text: bool = True
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    metrics: GenerationMetrics | None = None
+
+    def take(self, chunk: GenerationChunk) -> None:
+        self.num_tokens += len(chunk.token_ids)
+        if self.keep_text:
+            self.pieces.append(chunk.text)
+            self.token_ids.extend(chunk.token_ids)
+            self.logprobs.extend(chunk.logprobs)
+        if chunk.finish_reason is not None:
+            self.finish_reason, self.stop_reason, self.metrics = chunk.finish_reason, chunk.stop_reason, chunk.metrics
+
+
+class ChoiceTimer:
+    """The front's metrics of one choice. `started`: monotonic seconds at the request's arrival."""
+
+    def __init__(self, metrics: Metrics, started: float) -> None:
+        self._metrics = metrics
+        self._started = started
+        self._last: float | None = None
+        metrics.num_requests_running.inc()
+
+    def tokens(self, count: int) -> None:
+        if not count:
+            return
+        now = time.monotonic()
+        if self._last is None:
+            self._metrics.time_to_first_token_seconds.observe(now - self._started)
+        else:
+            for _ in range(count):
+                self._metrics.inter_token_latency_seconds.observe((now - self._last) / count)
+        self._last = now
+
+    def end(self, finish_reason: FinishReason) -> None:
+        self._metrics.num_requests_running.dec()
+        self._metrics.requests.labels(finish_reason.value).inc()
+        self._metrics.e2e_request_latency_seconds.observe(time.monotonic() - self._started)
+
+
+async def run_choices(
+    generator: Generator, choices: Sequence[Choice], settings: HttpSettings, metrics: Metrics, started: float
+) -> AsyncGenerator[tuple[Choice, GenerationChunk], None]:
+    """Chunks of all choices as they come, each choice's in order. The first error ends all and is raised.
+
+    At most `stream_buffer_chunks` wait for the consumer; then the generations wait. Closing aborts every generation
+    and returns when they have let go, or after `abort_timeout_s`.
+    """
+    queue: asyncio.Queue[tuple[Choice, GenerationChunk | BaseException]] = asyncio.Queue(settings.stream_buffer_chunks)
+    pumps = [
+        asyncio.create_task(_pump(generator, choice, queue, settings, ChoiceTimer(metrics, started)))
+        for choice in choices
+    ]
+    try:
+        running = len(choices)
+        while running:
+            choice, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            choice.take(item)
+            running -= item.finish_reason is not None
+            yield choice, item
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        _, pending = await asyncio.wait(pumps, timeout=settings.abort_timeout_s)
+        if pending:
+            log.error("generations did not end after their abort", extra={"num_generations": len(pending)})
+
+
+async def _pump(
+    generator: Generator,
+    choice: Choice,
+    queue: asyncio.Queue[tuple[Choice, GenerationChunk | BaseException]],
+    settings: HttpSettings,
+    timer: ChoiceTimer,
+) -> None:
+    finish = FinishReason.ABORT
+    try:
+        chunks = cast("AsyncGenerator[GenerationChunk, None]", generator.generate(choice.request, choice.text))
+        async with contextlib.aclosing(chunks):
+            while True:
+                chunk = await _next(chunks, settings.chunk_timeout_s)
+                if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                    raise MootError("the generation was ended by the server")
+                timer.tokens(len(chunk.token_ids))
+                if chunk.finish_reason is not None:
+                    finish = chunk.finish_reason
+                await queue.put((choice, chunk))
+                if chunk.finish_reason is not None:
+                    return
+    except Exception as error:  # noqa: BLE001 - raised again by the consumer of the queue
+        finish = FinishReason.ERROR
+        await queue.put((choice, error))
+    finally:
+        timer.end(finish)
+
+
+async def _next(chunks: AsyncGenerator[GenerationChunk, None], timeout_s: float) -> GenerationChunk:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(chunks)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"no token for {timeout_s:g} s") from error
+    except StopAsyncIteration as error:
+        raise RuntimeError("a generation ended without a finish reason") from error

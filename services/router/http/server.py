@@ -1,0 +1,92 @@
+"""Running the app with uvicorn inside an event loop that belongs to somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from moot.core.errors import ConfigError
+from services.router.limits import Admission
+
+_BACKLOG = 1024
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals alone: whoever runs the loop handles them."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+
+async def serve_http(
+    app: Starlette,
+    host: str,
+    port: int,
+    *,
+    stop: asyncio.Event,
+    drain_timeout_s: float,
+    on_ready: Callable[[int], None] = lambda port: None,
+) -> None:
+    """Serve until `stop` is set, then drain: readiness off and new requests 503 while those inside finish.
+
+    `on_ready` gets the bound port (port 0: a free one) once connections are accepted. Requests that have not finished
+    after `drain_timeout_s` are aborted. Raises ConfigError when the address cannot be bound.
+    """
+    listener = _bind(host, port)
+    bound_port = int(listener.getsockname()[1])
+    config = uvicorn.Config(
+        app,
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        ws="none",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        backlog=_BACKLOG,
+    )
+    server = _Server(config, lambda: on_ready(bound_port))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        admission: Admission = app.state.front.admission
+        admission.drain()
+        if not await admission.wait_idle(drain_timeout_s):
+            # They have had their time: what is left is cancelled at once.
+            config.timeout_graceful_shutdown = 1
+        server.should_exit = True
+        await serving
+    finally:
+        stopping.cancel()
+        serving.cancel()
+        await asyncio.wait((serving, stopping))
+        listener.close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener

@@ -1,0 +1,85 @@
+"""What the HTTP front is told: its limits, and what it may ask about the rest of the router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moot.core.errors import MootError
+from moot.core.types import ModelInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSettings:
+    """Limits of the HTTP API. Durations in seconds, sizes in bytes unless the name says otherwise."""
+
+    served_model_names: tuple[str, ...]
+    """Names accepted as `model`; the first is used in answers to requests that name none."""
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_json_depth: int = 32
+    body_timeout_s: float = 30.0
+    """For the whole body to arrive."""
+    tokenize_timeout_s: float = 20.0
+    tokenize_threads: int = 2
+    max_n: int = 64
+    max_prompts: int = 256
+    """Prompts in one completion request."""
+    max_choices: int = 256
+    """Prompts times n in one request."""
+    max_messages: int = 2048
+    max_stop_strings: int = 16
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 256
+    max_logit_bias: int = 1024
+    max_logprobs: int = 20
+    max_speculative_tokens: int = 64
+    max_drafters: int = 64
+    default_completion_tokens: int = 16
+    """`max_tokens` of /v1/completions when absent (OpenAI's default); a chat gets the rest of the context."""
+    max_choices_in_flight: int = 1024
+    """Over all callers: one more is refused with 503."""
+    max_choices_per_key: int = 256
+    """Of one API key (without keys: of everybody together): one more is refused with 429."""
+    retry_after_s: float = 1.0
+    stream_buffer_chunks: int = 64
+    """Chunks of one request waiting for a slow reader; a full buffer pauses that request only."""
+    send_timeout_s: float = 60.0
+    """A reader that takes nothing for so long is dropped."""
+    chunk_timeout_s: float = 600.0
+    """Longest wait for a choice's next chunk, prefill and queue included."""
+    abort_timeout_s: float = 10.0
+    """For an aborted generation to let go."""
+
+
+class FrontState(Protocol):
+    """The rest of the router, as far as the HTTP front depends on it. Cheap calls without I/O."""
+
+    def model_info(self) -> ModelInfo | None:
+        """What is served; None before any verifier was seen."""
+        ...
+
+    def refusal(self) -> MootError | None:
+        """Why new requests are refused now (Draining, NoCapacity); None: they are taken."""
+        ...
+
+    def drafter_ids(self) -> frozenset[str] | None:
+        """Names a request may put in `drafters`; None: not known, the rounds decide."""
+        ...
+
+
+@dataclass(slots=True)
+class StaticFrontState:
+    """A FrontState whose values somebody else sets."""
+
+    info: ModelInfo | None
+    refused_with: MootError | None = None
+    drafters: frozenset[str] | None = field(default=None)
+
+    def model_info(self) -> ModelInfo | None:
+        return self.info
+
+    def refusal(self) -> MootError | None:
+        return self.refused_with
+
+    def drafter_ids(self) -> frozenset[str] | None:
+        return self.drafters

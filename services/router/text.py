@@ -1,0 +1,90 @@
+"""Token ids to text for one choice, incrementally: whole characters, no beginning of a stop string, O(1) per token.
+
+Rules. The text is the tokens' bytes as UTF-8; bytes that can never become a character show as U+FFFD, one for each
+maximal invalid part; a character that is still incomplete when the output ends is dropped. Of several stop strings
+the one completed first counts, of those completed by the same character the longest. A token before `min_tokens`
+completes no stop string. The token that ends the request (end or stop token) has no text unless
+`include_stop_str_in_output`. The result depends on the ids alone, never on how they were split into pushes.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from services.router.stop_strings import START, StopStrings
+from services.router.token_bytes import TokenBytes
+from services.router.types import TextDelta
+
+
+class IncrementalText:
+    """The TextAssembler of the router.
+
+    `ending_token_ids`: ids that end this request. `offsets[i]`: where in the text the i-th kept token begins, in
+    characters; a token that begins inside a character begins where that character does.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenBytes,
+        *,
+        stops: StopStrings | None = None,
+        min_tokens: int = 0,
+        ending_token_ids: frozenset[int] = frozenset(),
+        skip_special_tokens: bool = True,
+        include_stop_str_in_output: bool = False,
+    ) -> None:
+        self._tokens = tokens
+        self._stops = stops if stops is not None else StopStrings()
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop_str_in_output
+        hidden = tokens.special_token_ids if skip_special_tokens else frozenset()
+        self._silent = hidden if include_stop_str_in_output else hidden | ending_token_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._state = START
+        self._held = ""
+        self._num_chars = 0
+        self._stopped = False
+        self.offsets: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """Take the next ids. Raises ValueError after a stop string was completed."""
+        if self._stopped:
+            raise ValueError("the text has ended with a stop string")
+        released: list[str] = []
+        for kept, token_id in enumerate(token_ids, start=1):
+            self.offsets.append(self._num_chars)
+            piece = b"" if token_id in self._silent else self._tokens.of(token_id)
+            chars = self._decoder.decode(piece)
+            self._num_chars += len(chars)
+            if not self._stops:
+                released.append(chars)
+                continue
+            text, stop = self._take(chars)
+            released.append(text)
+            if stop is not None:
+                self._stopped = True
+                return TextDelta("".join(released), kept, stopped=True, stop_reason=stop)
+        return TextDelta("".join(released), len(token_ids))
+
+    def flush(self) -> str:
+        """The held-back tail, at an end without a stop string. Bytes of an incomplete character are dropped."""
+        tail, self._held = self._held, ""
+        self._decoder.reset()
+        return "" if self._stopped else tail
+
+    def _take(self, chars: str) -> tuple[str, str | None]:
+        """Text to release after one token's `chars`, and the stop string they complete."""
+        may_stop = len(self.offsets) >= self._min_tokens
+        text = self._held + chars
+        begin = len(self._held)
+        for index, char in enumerate(chars):
+            self._state = self._stops.step(self._state, char)
+            stop = self._stops.matched[self._state]
+            if stop is not None and may_stop:
+                end = begin + index + 1
+                self._held = ""
+                return text[: end if self._include_stop else end - len(stop)], stop
+        held = 0 if self._include_stop else self._stops.held[self._state]
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], None

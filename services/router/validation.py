@@ -1,0 +1,351 @@
+"""A request body, checked completely, and what it asks for: one GenerationRequest per choice.
+
+The list of fields is closed: an unknown field, or one whose effect is not supported, is refused by its name.
+Defaults: temperature 1, top_p 1, n 1; `max_tokens` of a completion 16, of a chat the rest of the context; a larger
+`max_tokens` than fits is cut to what fits. `top_k` -1 and 0 mean no limit. `top_p` 0 is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moot.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from moot.core.noise import choice_seed
+from moot.core.types import ModelInfo, SamplingParams
+from services.router.fields import Fields, is_integer, is_text
+from services.router.http.settings import HttpSettings
+from services.router.types import GenerationRequest
+
+_MAX_INT = 2**31 - 1
+_UNSUPPORTED = (
+    "audio", "frequency_bias", "function_call", "functions", "grammar", "guided_choice", "guided_decoding_backend",
+    "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "length_penalty", "logits_processors",
+    "metadata", "modalities", "parallel_tool_calls", "prediction", "prompt_embeds", "prompt_logprobs",
+    "reasoning_effort", "response_format", "service_tier", "structured_outputs", "suffix", "tool_choice", "tools",
+    "truncate_prompt_tokens", "use_beam_search", "verbosity", "web_search_options",
+)  # fmt: skip
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""`developer` is OpenAI's newer word for `system`; chat templates know the old one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommonBody:
+    """What both endpoints share. `params` lacks max_tokens and seed, which depend on prompt and choice."""
+
+    model: str
+    params: SamplingParams
+    max_tokens: int | None
+    seed: int
+    n: int
+    stream: bool
+    include_usage: bool
+    stops: tuple[str, ...]
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
+    num_speculative_tokens: int | None
+    drafters: tuple[str, ...] | None
+    include_metrics: bool
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionBody:
+    common: CommonBody
+    prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool
+    add_special_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatBody:
+    common: CommonBody
+    messages: tuple[dict[str, str], ...]
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+def parse_completion(
+    values: dict[str, Any], settings: HttpSettings, info: ModelInfo, drafter_ids: frozenset[str] | None
+) -> CompletionBody:
+    """Raises InvalidRequest with `param`, or ModelNotFound."""
+    fields = Fields(values)
+    model = _model(fields, settings)
+    prompts = _prompts(fields, settings, info)
+    num_logprobs = fields.integer("logprobs", 0, settings.max_logprobs)
+    fields.neutral("best_of", 1)
+    echo = fields.boolean("echo")
+    if echo and num_logprobs is not None:
+        fields.fail("echo", "together with logprobs is not supported")
+    add_special_tokens = fields.boolean("add_special_tokens", True)
+    max_tokens = fields.integer("max_tokens", 1, _MAX_INT) or settings.default_completion_tokens
+    common = _common(fields, settings, info, drafter_ids, model, max_tokens, num_logprobs)
+    if len(prompts) * common.n > settings.max_choices:
+        fields.fail("n", f"times the number of prompts must be at most {settings.max_choices}")
+    return CompletionBody(common, prompts, echo, add_special_tokens)
+
+
+def parse_chat(
+    values: dict[str, Any], settings: HttpSettings, info: ModelInfo, drafter_ids: frozenset[str] | None
+) -> ChatBody:
+    """Raises InvalidRequest with `param`, or ModelNotFound."""
+    fields = Fields(values)
+    model = _model(fields, settings)
+    messages = _messages(fields, settings)
+    wants_logprobs = fields.boolean("logprobs")
+    num_top = fields.integer("top_logprobs", 0, settings.max_logprobs)
+    if num_top is not None and not wants_logprobs:
+        fields.fail("top_logprobs", "needs `logprobs` to be true")
+    max_tokens = fields.integer("max_tokens", 1, _MAX_INT)
+    max_completion_tokens = fields.integer("max_completion_tokens", 1, _MAX_INT)
+    if max_tokens is not None and max_completion_tokens not in (None, max_tokens):
+        fields.fail("max_completion_tokens", "and `max_tokens` are the same limit: give one of them")
+    fields.neutral("add_special_tokens", False)  # the template writes them
+    add_generation_prompt = fields.boolean("add_generation_prompt", True)
+    continue_final_message = fields.boolean("continue_final_message")
+    if continue_final_message and values.get("add_generation_prompt"):
+        fields.fail("continue_final_message", "and `add_generation_prompt` exclude each other")
+    common = _common(
+        fields,
+        settings,
+        info,
+        drafter_ids,
+        model,
+        max_completion_tokens if max_tokens is None else max_tokens,
+        (num_top or 0) if wants_logprobs else None,
+    )
+    return ChatBody(common, messages, add_generation_prompt and not continue_final_message, continue_final_message)
+
+
+def plan_requests(
+    common: CommonBody,
+    prompts: tuple[tuple[int, ...], ...],
+    info: ModelInfo,
+    base_id: str,
+    caller: str,
+    fingerprint: str,
+    param: str,
+) -> tuple[GenerationRequest, ...]:
+    """One request per choice, numbered prompt-major. `param`: the field the prompts came from, for errors."""
+    salt = hashlib.sha256(f"{caller}\0{common.cache_salt}".encode()).hexdigest()[:32]
+    planned: list[GenerationRequest] = []
+    for prompt in prompts:
+        room = info.context_limit - len(prompt)
+        if not prompt:
+            raise InvalidRequest(f"`{param}` has no tokens", param)
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens; this model's context is {info.context_limit} tokens, "
+                "at least one of them for the output",
+                param,
+            )
+        max_tokens = room if common.max_tokens is None else min(common.max_tokens, room)
+        if common.params.min_tokens > max_tokens:
+            raise InvalidRequest(f"`min_tokens` is more than the {max_tokens} tokens there can be", "min_tokens")
+        for _ in range(common.n):
+            index = len(planned)
+            planned.append(
+                GenerationRequest(
+                    request_id=f"{base_id}-{index}",
+                    prompt_token_ids=prompt,
+                    params=replace(common.params, max_tokens=max_tokens, seed=choice_seed(common.seed, index)),
+                    num_speculative_tokens=common.num_speculative_tokens,
+                    drafters=common.drafters,
+                    # Callers do not see each other's prefix cache; without keys all are one caller.
+                    cache_salt=salt if caller or common.cache_salt else "",
+                    body_fingerprint=fingerprint,
+                )
+            )
+    return tuple(planned)
+
+
+def _model(fields: Fields, settings: HttpSettings) -> str:
+    name = fields.text("model", 256)
+    if name is None:
+        return settings.served_model_names[0]
+    if name not in settings.served_model_names:
+        raise ModelNotFound(f"this server serves {', '.join(settings.served_model_names)}, not the model asked for")
+    return name
+
+
+def _common(
+    fields: Fields,
+    settings: HttpSettings,
+    info: ModelInfo,
+    drafter_ids: frozenset[str] | None,
+    model: str,
+    max_tokens: int | None,
+    num_logprobs: int | None,
+) -> CommonBody:
+    params = _sampling(fields, settings, info, num_logprobs)
+    if max_tokens is not None and params.min_tokens > max_tokens:
+        fields.fail("min_tokens", "is more than max_tokens")
+    seed = fields.integer("seed", -(2**63), 2**63 - 1)
+    stream = fields.boolean("stream")
+    include_usage = _stream_options(fields, stream)
+    fields.text("user", 512)  # a label for the caller's own use
+    drafters = fields.texts("drafters", settings.max_drafters, 128)
+    if drafters is not None and drafter_ids is not None and not drafter_ids.issuperset(drafters):
+        fields.fail("drafters", f"must be some of: {', '.join(sorted(drafter_ids)) or 'none is configured'}")
+    if drafters is not None and len(set(drafters)) < len(drafters):
+        fields.fail("drafters", "names a drafter twice")
+    if (form := fields.object("response_format")) is not None:
+        form.neutral("type", "text")
+        form.finish()
+    fields.neutral("store", False)
+    for name in _UNSUPPORTED:
+        if name != "response_format":
+            fields.neutral(name)
+    common = CommonBody(
+        model=model,
+        params=params,
+        max_tokens=max_tokens,
+        seed=secrets.randbits(63) if seed is None else seed,
+        n=_or(fields.integer("n", 1, settings.max_n), 1),
+        stream=stream,
+        include_usage=include_usage,
+        stops=_stops(fields, settings),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        include_stop_str_in_output=fields.boolean("include_stop_str_in_output"),
+        num_speculative_tokens=fields.integer("num_speculative_tokens", 0, settings.max_speculative_tokens),
+        drafters=drafters,
+        include_metrics=fields.boolean("include_metrics"),
+        cache_salt=fields.text("cache_salt", 256) or "",
+    )
+    fields.finish()
+    return common
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _number(fields: Fields, field: str, low: float, high: float, default: float, *, above: bool = False) -> float:
+    value = fields.number(field, low, high, above=above)
+    return default if value is None else value
+
+
+def _sampling(fields: Fields, settings: HttpSettings, info: ModelInfo, num_logprobs: int | None) -> SamplingParams:
+    top_k = _or(fields.integer("top_k", -1, _MAX_INT), 0)
+    allowed = fields.integers("allowed_token_ids", 0, info.vocab_size - 1, info.vocab_size)
+    if allowed is not None and not allowed:
+        fields.fail("allowed_token_ids", "must name at least one id")
+    return SamplingParams(
+        temperature=_number(fields, "temperature", 0, 2, 1.0),
+        top_k=0 if top_k < 1 or top_k >= info.vocab_size else top_k,
+        top_p=_number(fields, "top_p", 0, 1, 1.0, above=True),
+        min_p=_number(fields, "min_p", 0, 1, 0.0),
+        repetition_penalty=_number(fields, "repetition_penalty", 0.01, 100, 1.0),
+        presence_penalty=_number(fields, "presence_penalty", -2, 2, 0.0),
+        frequency_penalty=_number(fields, "frequency_penalty", -2, 2, 0.0),
+        logit_bias=_logit_bias(fields, settings, info),
+        allowed_token_ids=None if allowed is None else frozenset(allowed),
+        min_tokens=_or(fields.integer("min_tokens", 0, _MAX_INT), 0),
+        stop_token_ids=frozenset(
+            fields.integers("stop_token_ids", 0, info.vocab_size - 1, settings.max_stop_token_ids) or ()
+        ),
+        ignore_eos=fields.boolean("ignore_eos"),
+        logprobs=num_logprobs,
+    )
+
+
+def _logit_bias(fields: Fields, settings: HttpSettings, info: ModelInfo) -> dict[int, float]:
+    value = fields.take("logit_bias")
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or len(value) > settings.max_logit_bias:
+        fields.fail("logit_bias", f"must be an object of at most {settings.max_logit_bias} token ids")
+    bias: dict[int, float] = {}
+    for key, amount in value.items():
+        # The decimal spelling only, so that no id can be given twice ("7" and "07").
+        if not (
+            key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key and int(key) < info.vocab_size
+        ):
+            fields.fail("logit_bias", f"must have token ids from 0 to {info.vocab_size - 1} as keys")
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or not -100 <= amount <= 100:
+            fields.fail("logit_bias", "must have numbers from -100 to 100 as values")
+        bias[int(key)] = float(amount)
+    return bias
+
+
+def _stops(fields: Fields, settings: HttpSettings) -> tuple[str, ...]:
+    if is_text(fields.take("stop")):
+        fields = Fields({"stop": [fields.take("stop")]})
+    return tuple(dict.fromkeys(fields.texts("stop", settings.max_stop_strings, settings.max_stop_chars) or ()))
+
+
+def _stream_options(fields: Fields, stream: bool) -> bool:
+    options = fields.object("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        fields.fail("stream_options", "needs `stream` to be true")
+    include_usage = options.boolean("include_usage")
+    options.neutral("include_obfuscation", False)
+    options.neutral("continuous_usage_stats", False)
+    options.finish()
+    return include_usage
+
+
+def _prompts(fields: Fields, settings: HttpSettings, info: ModelInfo) -> tuple[str | tuple[int, ...], ...]:
+    value = fields.take("prompt")
+    if isinstance(value, str) or (isinstance(value, list) and value and is_integer(value[0])):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        fields.fail("prompt", "must be a string, a list of strings, a list of token ids or a list of such lists")
+    if len(value) > settings.max_prompts:
+        fields.fail("prompt", f"must be at most {settings.max_prompts} prompts")
+    if any(type(item) is not type(value[0]) for item in value):
+        fields.fail("prompt", "must not mix strings and token ids")
+    prompts: list[str | tuple[int, ...]] = []
+    for item in value:
+        if is_text(item):
+            prompts.append(item)
+        elif isinstance(item, list) and all(is_integer(index) and 0 <= index < info.vocab_size for index in item):
+            prompts.append(tuple(item))
+        else:
+            fields.fail("prompt", f"must be valid Unicode text, or token ids from 0 to {info.vocab_size - 1}")
+        if not item:
+            fields.fail("prompt", "must not be empty")
+    return tuple(prompts)
+
+
+def _messages(fields: Fields, settings: HttpSettings) -> tuple[dict[str, str], ...]:
+    value = fields.take("messages")
+    if not isinstance(value, list) or not 0 < len(value) <= settings.max_messages:
+        fields.fail("messages", f"must be a list of 1 to {settings.max_messages} messages")
+    return tuple(_message(fields, index, message) for index, message in enumerate(value))
+
+
+def _message(fields: Fields, index: int, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        fields.fail(f"messages[{index}]", "must be an object")
+    message = Fields(value, f"messages[{index}].")
+    role = message.take("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        message.fail("role", f"must be one of {', '.join(_ROLES)}")
+    content = message.take("content")
+    if isinstance(content, list) and content:
+        # One line per part, so that words of two parts do not run together.
+        content = "\n".join(_text_part(message, number, part) for number, part in enumerate(content))
+    if not is_text(content):
+        message.fail("content", "must be a string of valid Unicode or a list of text parts")
+    for field in ("name", "refusal", "audio", "function_call", "tool_calls", "tool_call_id", "annotations"):
+        message.neutral(field)
+    message.finish()
+    return {"role": _ROLES[role], "content": content}
+
+
+def _text_part(message: Fields, number: int, value: Any) -> str:
+    if not isinstance(value, dict):
+        message.fail(f"content[{number}]", "must be an object")
+    part = Fields(value, message.name(f"content[{number}]."))
+    kind, text = part.take("type"), part.take("text")
+    if kind != "text":
+        part.fail("type", "must be text")
+    if not is_text(text):
+        part.fail("text", "must be a string of valid Unicode")
+    part.finish()
+    return str(text)
