@@ -1,0 +1,120 @@
+"""How often something is right: running hit rates with a Beta prior and decay.
+
+`Calibration`: per drafter, by bin of the confidence byte and depth. `ShareAcceptance`: for a node of the trie, by its
+share of the vote and depth. Both serve all requests of a router and are learned from committed text; nothing in the
+text depends on them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+CONFIDENCE_BIN_SHIFT: Final = 4
+NUM_CONFIDENCE_BINS: Final = 256 >> CONFIDENCE_BIN_SHIFT
+NUM_CONFIDENCE_DEPTHS: Final = 8
+"""Deeper tokens share the last class."""
+
+NUM_SHARE_BINS: Final = 10
+NUM_SHARE_DEPTHS: Final = 8
+
+
+class DrafterTable:
+    """Hit rate of one drafter, given that its proposal was right up to the token.
+
+    A bin starts from Beta(hits, misses); a (bin, depth) cell starts from its bin, worth `cell_strength` tokens, since
+    most cells see few tokens. With every token the older ones of the same cell are worth `decay` of what they were.
+    """
+
+    __slots__ = ("_bin_hits", "_bin_tokens", "_cell_strength", "_decay", "_hits", "_tokens")
+
+    def __init__(
+        self,
+        prior_hits: float = 1.0,
+        prior_misses: float = 2.0,
+        cell_strength: float = 4.0,
+        decay: float = 0.995,
+    ) -> None:
+        if prior_hits <= 0 or prior_misses <= 0 or cell_strength <= 0 or not 0 < decay <= 1:
+            raise ValueError("priors and strength must be positive, decay in (0, 1]")
+        self._bin_hits = [prior_hits] * NUM_CONFIDENCE_BINS
+        self._bin_tokens = [prior_hits + prior_misses] * NUM_CONFIDENCE_BINS
+        cells = NUM_CONFIDENCE_BINS * NUM_CONFIDENCE_DEPTHS
+        self._hits = [0.0] * cells
+        self._tokens = [0.0] * cells
+        self._cell_strength = cell_strength
+        self._decay = decay
+
+    def rate(self, confidence: int, depth: int) -> float:
+        """Probability, in (0, 1), that a token with this confidence byte at this depth is the target's."""
+        index = confidence >> CONFIDENCE_BIN_SHIFT
+        cell = index * NUM_CONFIDENCE_DEPTHS + (depth if depth < NUM_CONFIDENCE_DEPTHS else NUM_CONFIDENCE_DEPTHS - 1)
+        strength = self._cell_strength
+        prior = self._bin_hits[index] / self._bin_tokens[index]
+        return (self._hits[cell] + strength * prior) / (self._tokens[cell] + strength)
+
+    def record(self, confidence: int, depth: int, hit: bool) -> None:
+        """Count one token whose predecessors in the proposal were all right."""
+        index = confidence >> CONFIDENCE_BIN_SHIFT
+        cell = index * NUM_CONFIDENCE_DEPTHS + (depth if depth < NUM_CONFIDENCE_DEPTHS else NUM_CONFIDENCE_DEPTHS - 1)
+        decay = self._decay
+        self._bin_hits[index] = self._bin_hits[index] * decay + hit
+        self._bin_tokens[index] = self._bin_tokens[index] * decay + 1.0
+        self._hits[cell] = self._hits[cell] * decay + hit
+        self._tokens[cell] = self._tokens[cell] * decay + 1.0
+
+
+class Calibration:
+    """A `DrafterTable` per drafter, made when first asked for."""
+
+    def __init__(self, decay: float = 0.995) -> None:
+        self._decay = decay
+        self._tables: dict[str, DrafterTable] = {}
+
+    def of(self, drafter_id: str) -> DrafterTable:
+        table = self._tables.get(drafter_id)
+        if table is None:
+            table = self._tables[drafter_id] = DrafterTable(decay=self._decay)
+        return table
+
+    def forget(self, drafter_id: str) -> None:
+        """For a drafter that is gone for good, or stands for another model now."""
+        self._tables.pop(drafter_id, None)
+
+
+class ShareAcceptance:
+    """Accepted / offered of trie nodes, by bucket of their vote share and depth.
+
+    Before anything is known a node's acceptance is `prior_scale` times its share, worth `strength` tokens: 1 where the
+    share is itself a probability (calibrated), less where it only says how many agree.
+    """
+
+    __slots__ = ("_accepted", "_decay", "_offered", "_prior_scale", "_strength")
+
+    def __init__(self, prior_scale: float = 1.0, strength: float = 16.0, decay: float = 0.995) -> None:
+        if not 0 < prior_scale <= 1 or strength <= 0 or not 0 < decay <= 1:
+            raise ValueError("prior_scale and decay must be in (0, 1], strength positive")
+        cells = NUM_SHARE_BINS * NUM_SHARE_DEPTHS
+        self._accepted = [0.0] * cells
+        self._offered = [0.0] * cells
+        self._prior_scale = prior_scale
+        self._strength = strength
+        self._decay = decay
+
+    def rate(self, share: float, depth: int) -> float:
+        """Probability in [0, 1] that a node with this vote share is accepted, given that its parent is."""
+        cell = _share_cell(share, depth)
+        strength = self._strength
+        return (self._accepted[cell] + strength * self._prior_scale * share) / (self._offered[cell] + strength)
+
+    def record(self, share: float, depth: int, accepted: bool) -> None:
+        """Count one node whose parent was on the committed path."""
+        cell = _share_cell(share, depth)
+        self._accepted[cell] = self._accepted[cell] * self._decay + accepted
+        self._offered[cell] = self._offered[cell] * self._decay + 1.0
+
+
+def _share_cell(share: float, depth: int) -> int:
+    index = int(share * NUM_SHARE_BINS)
+    if index >= NUM_SHARE_BINS:
+        index = NUM_SHARE_BINS - 1
+    return index * NUM_SHARE_DEPTHS + (depth if depth < NUM_SHARE_DEPTHS else NUM_SHARE_DEPTHS - 1)

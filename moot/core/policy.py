@@ -1,0 +1,250 @@
+"""Everything that decides about speculation, bundled: vote, shape, weights, calibration, length.
+
+`make_policy` makes the bundle of a router, with the tables that serve all its requests; `PoolPolicy.open` makes the
+part that belongs to one request. A round reads: plan, (ask the drafters), vote, (verify, advance), learn. Nothing here
+can change a text, only its speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moot.core.ballot import PREFIX
+from moot.core.calibration import Calibration, ShareAcceptance
+from moot.core.costs import DraftCost, VerifyCost
+from moot.core.errors import ConfigError
+from moot.core.generation import Advance, Generation
+from moot.core.registry import named
+from moot.core.shapes import SHAPES
+from moot.core.speculation import (
+    LENGTHS,
+    Fixed,
+    Goodput,
+    LengthPolicy,
+    Load,
+    Minions,
+    PositionAcceptance,
+    Probes,
+    RoundSample,
+    bound_length,
+)
+from moot.core.types import Proposal, Verification
+from moot.core.voting import POLICIES, VoteResult, vote
+from moot.core.weights import WEIGHTS, Contest, PoolWeights, Weights
+
+_UNCALIBRATED_SCALE = 0.6
+"""First guess of the acceptance of a token that all drafters agree on, where shares only count heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one round may spend. `num_speculative_tokens` is what every drafter is asked for; 0: draft nothing.
+
+    `value`: seconds that one accepted token saves; `cost(n)`: seconds that verifying n draft tokens costs all requests
+    of the step; None: every node up to `max_draft_tokens` is verified.
+    """
+
+    num_speculative_tokens: int
+    max_draft_tokens: int
+    value: float = 1.0
+    cost: Callable[[int], float] | None = None
+
+
+@dataclass(slots=True)
+class PoolPolicy:
+    """The tables of one router. `vote`, `shape`, `weights`, `length` are names; see make_policy for the rest."""
+
+    vote: str
+    shape: str
+    weights: str
+    length: str
+    num_speculative_tokens: int
+    max_draft_tokens: int
+    families: dict[str, str]
+    calibration: Calibration
+    acceptance: ShareAcceptance
+    positions: PositionAcceptance
+    probes: Probes = field(default_factory=Probes)
+    pool_weights: PoolWeights = field(default_factory=PoolWeights)
+    verify_cost: VerifyCost = field(default_factory=VerifyCost)
+    draft_cost: DraftCost = field(default_factory=DraftCost)
+
+    def open(self, drafter_ids: Sequence[str], num_speculative_tokens: int | None = None) -> RequestPolicy:
+        """The policy of one request with this electorate.
+
+        `num_speculative_tokens`: 0 for no drafting, n for always n (not above the pool's), None for the length policy.
+        """
+        weights = WEIGHTS[self.weights](self.pool_weights.start(drafter_ids))
+        return RequestPolicy(self, weights, self._length(num_speculative_tokens), num_speculative_tokens is None)
+
+    def _length(self, asked: int | None) -> LengthPolicy:
+        most = self.num_speculative_tokens
+        if asked is not None:
+            return Fixed(min(max(asked, 0), most))
+        if self.length == "goodput" and most > 0:
+            return Goodput(most, self.verify_cost, self.draft_cost, self.positions, self.probes)
+        if self.length == "minions" and most > 0:
+            return Minions(min(4, most), most)
+        return Fixed(most)
+
+    def admit(self, drafter_id: str, family: str = "") -> None:
+        """A drafter has been found. Drafters of one `family` are alike; none: it is a family of its own."""
+        if family:
+            self.families[drafter_id] = family
+
+    def forget(self, drafter_id: str) -> None:
+        """A drafter is gone for good, or another model stands behind its name now: drop what was learned of it."""
+        self.families.pop(drafter_id, None)
+        self.calibration.forget(drafter_id)
+        self.pool_weights.forget(drafter_id)
+
+
+class RequestPolicy:
+    """The policy of one request. `close` when it ends: its weights flow back into the pool's."""
+
+    def __init__(self, pool: PoolPolicy, weights: Weights, length: LengthPolicy, is_adaptive: bool) -> None:
+        self._pool = pool
+        self._weights = weights
+        self._length = length
+        self._spends_by_cost = is_adaptive and isinstance(length, Goodput)
+        self._load = Load()
+        self._seconds = 0.0
+        self._tokens = 0.0
+        self._next_base: int | None = None
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Per drafter, summing to 1."""
+        return self._weights.numbers
+
+    def plan(self, generation: Generation, context_limit: int, load: Load | None = None) -> Plan:
+        """What the next round may spend. `context_limit`: of the target, prompt plus output tokens. `load`: what shares
+        the verify step; None: what shared it in the last round."""
+        if load is not None:
+            self._load = load
+        wanted = self._length.next_length(self._load)
+        length = bound_length(wanted, generation.base_length, context_limit, generation.num_remaining)
+        budget = self._pool.max_draft_tokens if length else 0
+        if not self._spends_by_cost:
+            return Plan(length, budget)
+        seconds = self._pool.verify_cost.seconds
+        requests, before = self._load.num_requests, self._load.num_other_tokens + 1
+        value = self._seconds / self._tokens if self._tokens else seconds(before)
+        # A slower step is paid by each of its requests.
+        return Plan(length, budget, value, lambda num_tokens: requests * seconds(before + num_tokens))
+
+    def vote(self, plan: Plan, proposals: Sequence[Proposal]) -> VoteResult:
+        """One draft out of valid proposals (see voting.validate_proposal)."""
+        pool = self._pool
+        return vote(
+            proposals,
+            self._weights.numbers,
+            policy=pool.vote,
+            shape=pool.shape,
+            num_speculative_tokens=plan.num_speculative_tokens,
+            max_draft_tokens=plan.max_draft_tokens,
+            calibration=pool.calibration,
+            families=pool.families,
+            acceptance=pool.acceptance,
+            value=plan.value,
+            cost=plan.cost,
+        )
+
+    def learn(
+        self, plan: Plan, result: VoteResult, advance: Advance, verification: Verification, draft_seconds: float
+    ) -> None:
+        """Learn from a committed round. `draft_seconds`: from asking the drafters to the vote."""
+        pool = self._pool
+        if self._next_base is not None and self._next_base != advance.base_length:
+            # A session opened again has committed a token that no round has shown to the weights.
+            self._weights.finish()
+        self._next_base = advance.base_length + len(advance.token_ids)
+        learn_ballot(result, advance.token_ids, pool.calibration, pool.acceptance)
+        self._weights.observe(
+            Contest(
+                plan.num_speculative_tokens,
+                result.ballot.proposals,
+                advance.token_ids,
+                result.winner_ids,
+                len(result.path),
+                advance.num_accepted,
+            )
+        )
+        forward_seconds = verification.forward_us * 1e-6
+        num_drafted = len(result.draft)
+        sample = RoundSample(
+            plan.num_speculative_tokens,
+            num_drafted,
+            advance.num_accepted,
+            forward_seconds,
+            is_cut=advance.finish_reason is not None,
+        )
+        self._length.observe(sample)
+        pool.verify_cost.observe(verification.batch_tokens, forward_seconds)
+        pool.draft_cost.observe(plan.num_speculative_tokens, draft_seconds)
+        self._load = Load(max(verification.batch_requests, 1), max(verification.batch_tokens - 1 - num_drafted, 0))
+        self._seconds = 0.9 * self._seconds + draft_seconds + forward_seconds
+        self._tokens = 0.9 * self._tokens + len(advance.token_ids)
+
+    def close(self) -> None:
+        """The request has ended, for whatever reason."""
+        self._weights.finish()
+        self._pool.pool_weights.flow_back(self._weights.numbers)
+
+
+def learn_ballot(
+    result: VoteResult, token_ids: Sequence[int], calibration: Calibration, acceptance: ShareAcceptance
+) -> None:
+    """Score every proposed token whose predecessors were all right against the committed `token_ids`, verified or not.
+
+    What comes after a wrong token, or after the end of the committed text, says nothing.
+    """
+    ballot, shares = result.ballot, result.shares.known()
+    tables = [calibration.of(drafter_id) for drafter_id in ballot.drafter_ids]
+    node = PREFIX
+    for depth, token in enumerate(token_ids):
+        children = ballot.children[node]
+        right = children.get(token)
+        for child in children.values():
+            for drafter, confidence in ballot.voters[child]:
+                tables[drafter].record(confidence, depth, child == right)
+        for child, share in shares.get(node, ()):
+            acceptance.record(share, depth, child == right)
+        if right is None:
+            return
+        node = right
+
+
+def make_policy(
+    *,
+    vote: str = "calibrated",
+    shape: str = "tree",
+    weights: str = "hedge",
+    length: str = "goodput",
+    num_speculative_tokens: int = 8,
+    max_draft_tokens: int = 16,
+    families: Mapping[str, str] | None = None,
+) -> PoolPolicy:
+    """A bundle from names. Raises ConfigError for an unknown name, with the known ones, and for negative limits.
+
+    `num_speculative_tokens`: the greatest K; `max_draft_tokens`: nodes in one draft; `families`: drafter id to family.
+    """
+    named("vote", vote, POLICIES)
+    named("shape", shape, SHAPES)
+    named("weights", weights, WEIGHTS)
+    named("length", length, dict.fromkeys(LENGTHS))
+    if num_speculative_tokens < 0 or max_draft_tokens < 0:
+        raise ConfigError("num_speculative_tokens and max_draft_tokens must not be negative")
+    return PoolPolicy(
+        vote=vote,
+        shape=shape,
+        weights=weights,
+        length=length,
+        num_speculative_tokens=num_speculative_tokens,
+        max_draft_tokens=max_draft_tokens,
+        families=dict(families or {}),
+        calibration=Calibration(),
+        acceptance=ShareAcceptance(1.0 if vote == "calibrated" else _UNCALIBRATED_SCALE),
+        positions=PositionAcceptance(num_speculative_tokens, decay=0.995),
+    )

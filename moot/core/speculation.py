@@ -1,0 +1,238 @@
+"""How many tokens to ask the drafters for: K. Durations, in seconds, are arguments; there is no clock.
+
+`fixed`; `minions` (2402.15678): climb along the trend of verify time per token; `goodput` (default; TurboSpec
+2406.14066): the K with the most expected tokens per second at the present load, 0 included. A K that is decided acts on
+the next round.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+
+from moot.core.costs import DraftCost, VerifyCost
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What shares a verify step with this request: `num_requests` verified together, itself included, and the number
+    of tokens in the step that are not this request's."""
+
+    num_requests: int = 1
+    num_other_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSample:
+    """One finished round. `num_speculative_tokens`: the K that was asked for; `num_drafted`: nodes verified.
+
+    `is_cut`: the request ended inside the round, so that tokens after the accepted ones were not tried.
+    """
+
+    num_speculative_tokens: int
+    num_drafted: int
+    num_accepted: int
+    verify_seconds: float = 0.0
+    is_cut: bool = False
+
+
+def bound_length(num_speculative_tokens: int, prefix_length: int, context_limit: int, num_remaining: int) -> int:
+    """The K that may be asked for: prefix + K + 1 <= `context_limit`, and K + 1 tokens at most may still be emitted."""
+    return max(min(num_speculative_tokens, context_limit - prefix_length - 1, num_remaining - 1), 0)
+
+
+class LengthPolicy(ABC):
+    """Speculation length of one request."""
+
+    @abstractmethod
+    def next_length(self, load: Load) -> int:
+        """K of the next round, before bounds. Called once per round."""
+
+    def observe(self, sample: RoundSample) -> None:  # noqa: B027 - a fixed length learns nothing
+        """Learn from a finished round."""
+
+
+class Fixed(LengthPolicy):
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self._length = num_speculative_tokens
+
+    def next_length(self, load: Load) -> int:
+        return self._length
+
+
+class Minions(LengthPolicy):
+    """Minimise verify time / tokens committed. Over the last `window` rounds of the present K fit a line: falling by
+    more than `tolerance` of its mean raises K by one, rising lowers it by `penalty`. Rounds of an older K, still under
+    way when K moved, count for nothing, and after a move the window starts empty.
+    """
+
+    def __init__(self, start: int, max_length: int, window: int = 8, tolerance: float = 0.02, penalty: int = 2) -> None:
+        if not 1 <= start <= max_length or window < 2:
+            raise ValueError("start must be in 1..max_length, window at least 2")
+        self._length = start
+        self._max_length = max_length
+        self._tolerance = tolerance
+        self._penalty = penalty
+        self._samples: deque[float] = deque(maxlen=window)
+
+    def next_length(self, load: Load) -> int:
+        return self._length
+
+    def observe(self, sample: RoundSample) -> None:
+        if sample.num_speculative_tokens != self._length or sample.is_cut:
+            return
+        self._samples.append(sample.verify_seconds / (sample.num_accepted + 1))
+        if len(self._samples) < (self._samples.maxlen or 0):
+            return
+        trend = _relative_trend(list(self._samples))
+        if trend < -self._tolerance:
+            moved = min(self._length + 1, self._max_length)
+        elif trend > self._tolerance:
+            moved = max(self._length - self._penalty, 1)
+        else:
+            return
+        if moved != self._length:
+            self._length = moved
+            self._samples.clear()
+
+
+def _relative_trend(samples: list[float]) -> float:
+    """Change of the least-squares line over the window, relative to the mean."""
+    count = len(samples)
+    middle, mean = (count - 1) / 2, sum(samples) / count
+    if mean <= 0:
+        return 0.0
+    slope = sum((i - middle) * (y - mean) for i, y in enumerate(samples)) / sum((i - middle) ** 2 for i in range(count))
+    return slope * (count - 1) / mean
+
+
+class PositionAcceptance:
+    """P(token at depth j accepted | all before it accepted), fading, with `prior` (the pool's) worth `strength` tokens.
+
+    Counted against the K that was asked for: a draft that came out shorter, or not at all, missed.
+    """
+
+    def __init__(
+        self,
+        max_length: int,
+        prior: PositionAcceptance | None = None,
+        prior_rate: float = 0.6,
+        strength: float = 8.0,
+        decay: float = 0.95,
+    ) -> None:
+        self._prior = prior
+        self._prior_rate = prior_rate
+        self._strength = strength
+        self._decay = decay
+        self._hits = [0.0] * max_length
+        self._tried = [0.0] * max_length
+
+    def rate(self, depth: int) -> float:
+        prior = self._prior_rate if self._prior is None else self._prior.rate(depth)
+        return (self._hits[depth] + self._strength * prior) / (self._tried[depth] + self._strength)
+
+    def observe(self, sample: RoundSample) -> None:
+        tried = sample.num_accepted + (not sample.is_cut)
+        for depth in range(min(tried, sample.num_speculative_tokens, len(self._hits))):
+            self._hits[depth] = self._hits[depth] * self._decay + (depth < sample.num_accepted)
+            self._tried[depth] = self._tried[depth] * self._decay + 1.0
+
+
+class Probes:
+    """Counts rounds at K = 0. A probe is due after `after` of them, and each further one after twice as many as the one
+    before, up to `at_most`, until `succeed`."""
+
+    def __init__(self, after: int = 16, at_most: int = 256) -> None:
+        if not 1 <= after <= at_most:
+            raise ValueError("after must be in 1..at_most")
+        self._after, self._at_most = after, at_most
+        self._wait, self._waited = after, 0
+
+    def is_due(self) -> bool:
+        """Called once for every round at K = 0."""
+        self._waited += 1
+        if self._waited <= self._wait:
+            return False
+        self._waited, self._wait = 0, min(2 * self._wait, self._at_most)
+        return True
+
+    def succeed(self) -> None:
+        """Drafting pays again."""
+        self._wait, self._waited = self._after, 0
+
+
+class Goodput(LengthPolicy):
+    """K = argmax of E[tokens(K)] / T(K, load), every request of the batch taken to draft alike.
+
+    E: 1 + sum over j of the product of the first j acceptances, smoothed per request over the pool's. T: measured draft
+    time and measured cost of a step with num_requests * (1 + draft nodes) tokens. K moves only for a gain of more than
+    `hysteresis`. At K = 0 nothing is learned about acceptance, so a probe that is due, by this request's count or by the
+    pool's (requests may be shorter than any wait), drafts `probe_length` tokens; where even drafts that are nearly always
+    accepted would not pay (a saturated verifier), none is made.
+    """
+
+    PROBE_HOPE = 0.95
+
+    def __init__(
+        self,
+        max_length: int,
+        verify_cost: VerifyCost,
+        draft_cost: DraftCost,
+        pool: PositionAcceptance,
+        pool_probes: Probes | None = None,
+        hysteresis: float = 0.05,
+        probe_length: int = 2,
+    ) -> None:
+        self._max_length = max_length
+        self._verify_cost = verify_cost
+        self._draft_cost = draft_cost
+        self._pool = pool
+        self._acceptance = PositionAcceptance(max_length, pool)
+        self._hysteresis = hysteresis
+        self._probes = Probes()
+        self._pool_probes = pool_probes or Probes()
+        self._probe_length = min(probe_length, max_length)
+        self._length: int | None = None
+        self._nodes_per_token = 1.0
+
+    def next_length(self, load: Load) -> int:
+        rates = [self._acceptance.rate(depth) for depth in range(self._max_length)]
+        goodput = self.goodputs(rates, load)
+        best = max(range(self._max_length + 1), key=goodput.__getitem__)
+        if self._length is None or goodput[best] > (1 + self._hysteresis) * goodput[self._length]:
+            if self._length == 0:
+                self._probes.succeed()
+                self._pool_probes.succeed()
+            self._length = best
+        if self._length > 0:
+            return self._length
+        # Both count, whichever is due.
+        if not self._probes.is_due() | self._pool_probes.is_due():
+            return 0
+        hoped = self.goodputs([self.PROBE_HOPE] * self._max_length, load)
+        return self._probe_length if max(hoped) > (1 + self._hysteresis) * hoped[0] else 0
+
+    def observe(self, sample: RoundSample) -> None:
+        if sample.num_speculative_tokens <= 0:
+            return
+        self._acceptance.observe(sample)
+        self._pool.observe(sample)
+        ratio = sample.num_drafted / sample.num_speculative_tokens
+        self._nodes_per_token += 0.1 * (ratio - self._nodes_per_token)
+
+    def goodputs(self, rates: list[float], load: Load) -> list[float]:
+        """Expected tokens per second of one request for K = 0, 1, ..., given its acceptance per depth."""
+        expected, reached = 1.0, 1.0
+        result: list[float] = []
+        for length in range(self._max_length + 1):
+            if length:
+                reached *= rates[length - 1]
+                expected += reached
+            tokens = load.num_requests * (1 + self._nodes_per_token * length)
+            seconds = self._draft_cost.seconds(length) + self._verify_cost.seconds(round(tokens))
+            result.append(expected / seconds)
+        return result
+
+
+LENGTHS = ("goodput", "minions", "fixed")
