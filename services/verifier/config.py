@@ -1,0 +1,78 @@
+"""Everything a verifier can be told, every bound and every wait: defaults stand here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moot.config import option
+from moot.core.errors import ConfigError
+from moot.rpc.link import LinkConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierConfig:
+    model: str = option(help="target model: a local folder or a hub id")
+    revision: str | None = option(None, help="pinned revision of a hub id")
+    host: str = option("127.0.0.1", help="address to listen on")
+    port: int = option(7100, help="gRPC port; 0 chooses a free one")
+    metrics_port: int = option(7101, help="port of /metrics, /livez and /readyz; 0 chooses a free one")
+    ready_file: Path | None = option(None, help="written as JSON with the bound ports once requests are served")
+    log_level: str = option("info", help="least level logged", choices=("debug", "info", "warning", "error"))
+
+    device: str = option("auto", help="where the model runs", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", help="number format", choices=("auto", "bfloat16", "float16", "float32", "float64"))
+    deterministic: str = option(
+        "auto", help="numbers that do not depend on batch-mates; auto: on for the CPU", choices=("auto", "on", "off")
+    )
+    num_threads: int = option(0, help="compute threads; 0 leaves the choice to torch")
+
+    max_model_len: int = option(0, help="prompt plus output, in tokens; 0: the model's own limit")
+    max_num_seqs: int = option(32, help="sessions that hold KV cache at a time, so requests in a batch")
+    max_num_batched_tokens: int = option(1024, help="tokens of one forward pass, drafts and prefill chunks together")
+    prefill_chunk_tokens: int = option(256, help="prompt tokens of one forward pass, all prompts together")
+    max_draft_tokens: int = option(64, help="draft tokens that one verify may carry")
+    max_waiting_seqs: int = option(256, help="sessions that may wait for KV cache; more are refused")
+    max_waiting_tokens: int = option(1_048_576, help="prompt tokens that may wait for prefill; more are refused")
+    max_queued_commands: int = option(8192, help="commands of one stream not yet taken; past it the stream is ended")
+    max_queued_answers: int = option(8192, help="answers of one stream not yet sent; past it the stream is ended")
+
+    kv_capacity_tokens: int = option(0, help="KV cache in tokens; 0: from --kv-memory-fraction")
+    kv_memory_fraction: float = option(0.25, help="part of the free memory for KV and prefix cache, 0 to 1")
+    prefix_cache_tokens: int = option(16_384, help="prompt tokens kept for later prompts; 0 switches it off")
+    prefix_block_tokens: int = option(64, help="prompt tokens shared as one block")
+
+    heartbeat_interval_s: float = option(1.0, help="seconds between heartbeats on a stream")
+    stall_limit_s: float = option(30.0, help="seconds without progress, with work queued, until /livez says no")
+    session_idle_limit_s: float = option(120.0, help="seconds without a command after which a session is freed")
+    drain_grace_s: float = option(20.0, help="seconds that running sessions may finish in after SIGTERM")
+    stop_timeout_s: float = option(10.0, help="seconds to wait for the compute thread when stopping")
+
+    max_message_bytes: int = option(16 * 1024 * 1024, help="size limit of one frame, equal on both sides")
+    keepalive_time_ms: int = option(5_000, help="milliseconds between keepalive pings, equal on both sides")
+    keepalive_timeout_ms: int = option(3_000, help="milliseconds until an unanswered ping ends the connection")
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for values that cannot work together."""
+        positive = (
+            *("max_num_seqs", "prefill_chunk_tokens", "prefix_block_tokens", "max_queued_commands"),
+            *("max_queued_answers", "heartbeat_interval_s", "stall_limit_s", "session_idle_limit_s", "stop_timeout_s"),
+        )
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0")
+        for name in ("max_model_len", "max_draft_tokens", "max_waiting_seqs", "kv_capacity_tokens", "num_threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative")
+        if self.max_num_batched_tokens < self.prefill_chunk_tokens + self.max_draft_tokens + 1:
+            raise ConfigError("max_num_batched_tokens must hold a prefill chunk and one draft")
+        if not 0 < self.kv_memory_fraction <= 1:
+            raise ConfigError("kv_memory_fraction must be above 0 and at most 1")
+
+    @property
+    def link(self) -> LinkConfig:
+        return LinkConfig(
+            keepalive_time_ms=self.keepalive_time_ms,
+            keepalive_timeout_ms=self.keepalive_timeout_ms,
+            max_message_bytes=self.max_message_bytes,
+        )

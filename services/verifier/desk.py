@@ -1,0 +1,129 @@
+"""Takes commands in: what they mean for a session, or why they are refused. Nothing is computed here.
+
+A peer is not trusted: whatever it sends is checked before a token of it reaches the model. A command that does not
+fit ends its own session (INVALID), because the two sides no longer agree about it; one that repeats what was already
+said (a late or doubled command) is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moot.core.acceptance import validate_draft
+from moot.core.history import History
+from moot.core.types import Draft, FinishReason, ModelInfo, SamplingParams, Verification
+from moot.model.kv import SequenceCache
+from services.verifier.commands import Answer, Failed, FailureCode, Open, Opened, Verify
+from services.verifier.sessions import NO_ROUND, Session, Stream, Work, nodes_to_feed
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Nothing is answered and nothing changes; counted under `reason`."""
+
+    reason: str
+
+
+class Desk:
+    """Holds the rules, not the sessions: those are in their streams."""
+
+    def __init__(self, info: ModelInfo, max_draft_tokens: int, new_cache: Callable[[], SequenceCache]) -> None:
+        self._info = info
+        self._max_draft_tokens = max_draft_tokens
+        self._new_cache = new_cache
+        self._num_opened = 0
+
+    def open(self, stream: Stream, command: Open, arrived_ns: int) -> Session | Answer | Dropped:
+        """A session with work, put into its stream; or the answer when there is nothing to compute."""
+        if command.session_id in stream.sessions:
+            return Dropped("doubled_open")
+        if problem := self._problem_of(command):
+            return Failed(command.session_id, FailureCode.INVALID, problem)
+        self._num_opened += 1
+        session = Session(
+            stream=stream,
+            session_id=command.session_id,
+            request_id=command.request_id,
+            arrival=self._num_opened,
+            token_ids=[*command.prompt_token_ids, *command.output_token_ids],
+            num_prompt_tokens=len(command.prompt_token_ids),
+            params=command.params,
+            ending_token_ids=command.params.ending_token_ids(self._info.end_token_ids),
+            context_limit=self._info.context_limit,
+            history=History(command.prompt_token_ids, command.output_token_ids),
+            cache=self._new_cache(),
+            cache_salt=command.cache_salt,
+            num_top_candidates=command.num_top_candidates,
+            last_active_ns=arrived_ns,
+        )
+        if finish := _already_over(session):
+            return Opened(command.session_id, Verification(session.length, 0, (), finish))
+        session.work = Work(Draft(), (), NO_ROUND, arrived_ns)
+        stream.sessions[command.session_id] = session
+        return session
+
+    def verify(self, stream: Stream, command: Verify, arrived_ns: int) -> Session | Failed | Dropped:
+        """The session with its draft as work; Failed ends it."""
+        session = stream.sessions.get(command.session_id)
+        code, problem = FailureCode.INVALID, None
+        if session is None:
+            code, problem = FailureCode.UNKNOWN_SESSION, "no such session: open it again"
+        elif command.round_index <= session.round_index:
+            return Dropped("stale_round")
+        elif session.work is not None:
+            problem = "an earlier command of this session is not answered yet"
+        elif command.base_length != session.length:
+            problem = f"base_length is {command.base_length}, but {session.length} tokens are committed here"
+        else:
+            problem = validate_draft(command.draft, self._info.vocab_size, self._max_draft_tokens)
+        if session is None or problem is not None:
+            return Failed(command.session_id, code, f"{problem}", command.round_index)
+        session.round_index = command.round_index
+        session.last_active_ns = arrived_ns
+        fed = nodes_to_feed(command.draft, session.max_new)
+        session.work = Work(command.draft, fed, command.round_index, arrived_ns)
+        return session
+
+    def _problem_of(self, command: Open) -> str | None:
+        vocab_size, limit = self._info.vocab_size, self._info.context_limit
+        length = len(command.prompt_token_ids) + len(command.output_token_ids)
+        if not command.prompt_token_ids:
+            return "the prompt is empty"
+        if length > limit:
+            return f"prompt and output have {length} tokens, the context holds {limit}"
+        for token_ids in (command.prompt_token_ids, command.output_token_ids):
+            if not 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < vocab_size:
+                return f"a token id is outside the vocabulary of {vocab_size}"
+        return problem_of_params(command.params, vocab_size)
+
+
+def problem_of_params(params: SamplingParams, vocab_size: int) -> str | None:
+    """What no sampler can work with. The router refuses more, and says it better."""
+    at_least_zero = {"temperature": params.temperature, "top_k": params.top_k, "min_tokens": params.min_tokens}
+    finite = {"presence_penalty": params.presence_penalty, "frequency_penalty": params.frequency_penalty}
+    for name, value in (at_least_zero | finite).items():
+        if not math.isfinite(value) or (name in at_least_zero and value < 0):
+            return f"{name} is out of range"
+    for name, value in {"top_p": params.top_p, "min_p": params.min_p}.items():
+        if not 0 <= value <= 1:
+            return f"{name} must be from 0 to 1"
+    if not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0):
+        return "repetition_penalty must be above 0"
+    if not all(math.isfinite(bias) for bias in params.logit_bias.values()):
+        return "logit_bias must be finite"
+    if params.max_tokens < 1:
+        return "max_tokens must be at least 1"
+    if params.logprobs is not None and not 0 <= params.logprobs <= vocab_size:
+        return f"logprobs must be from 0 to {vocab_size}"
+    return None
+
+
+def _already_over(session: Session) -> FinishReason | None:
+    """A request may be opened anew after it has committed its last token."""
+    is_end = session.num_output_tokens > 0 and session.token_ids[-1] in session.ending_token_ids
+    # Before min_tokens the ids that end were masked, so such an id can only be there when it did end the request.
+    if is_end:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if session.max_new <= 0 else None

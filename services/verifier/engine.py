@@ -1,0 +1,155 @@
+"""The verifier without a wire: commands in, answers out, one thread that computes.
+
+All state of sessions belongs to the compute thread and changes at step boundaries only. Other threads offer commands
+(`submit`), end streams (`disconnect`) and read numbers (`stats`). Answers leave through the stream's `deliver`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from moot.core.types import ModelInfo
+from moot.faults import fault, fault_delay_s
+from moot.metrics import Metrics
+from moot.model.runner import ModelRunner
+from services.verifier.commands import Answer, Command, FailureCode
+from services.verifier.config import VerifierConfig
+from services.verifier.intake import Intake
+from services.verifier.serving import Serving
+from services.verifier.sessions import Stream
+
+_log = logging.getLogger("moot.verifier")
+
+IDLE_CHECK_S = 0.5
+"""How often an idle compute thread looks for sessions whose lease is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """`num_queued`: commands accepted and not yet answered. `step_counter` stands still only when nothing computes."""
+
+    step_counter: int
+    num_queued: int
+    num_sessions: int
+    kv_cache_usage_ratio: float
+
+
+class Engine:
+    """`start` it; or call `step` yourself, always from one thread.
+
+    `on_death` is called on the compute thread when it cannot go on; all sessions have been failed by then.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: VerifierConfig,
+        metrics: Metrics | None = None,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.runner = runner
+        self.config = config
+        self.metrics = metrics or Metrics()
+        limit = min(config.max_model_len or runner.info.context_limit, runner.info.context_limit)
+        # Any one session must fit alone, or preemption could go round for ever.
+        self.info: ModelInfo = replace(runner.info, context_limit=min(limit, runner.pool.capacity_tokens))
+        self._intake = Intake(
+            config.max_num_seqs + config.max_waiting_seqs, config.max_waiting_tokens, config.max_queued_commands
+        )
+        self.serving = Serving(runner, self.info, config, self._intake, self.metrics, self._progress)
+        self._step_counter = 0
+        self._on_death = on_death
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def connect(self, deliver: Callable[[Sequence[Answer]], None]) -> Stream:
+        """A new owner of sessions. `deliver` gets answers, mostly on the compute thread: it must not block."""
+        return Stream(deliver)
+
+    def submit(self, stream: Stream, commands: Sequence[Command]) -> None:
+        """Queue commands, in order. Raises NoCapacity when commands flood the engine: disconnect the stream."""
+        if refused := self._intake.offer(stream, commands):
+            stream.deliver(refused)
+
+    def disconnect(self, stream: Stream) -> None:
+        """Abort every session of the stream at the next step boundary."""
+        self._intake.end(stream)
+
+    @property
+    def stats(self) -> EngineStats:
+        load = self.serving.load
+        return EngineStats(
+            self._step_counter,
+            self._intake.num_queued + load.num_working,
+            self._intake.num_sessions,
+            load.kv_cache_usage_ratio,
+        )
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Open nothing new; what runs may finish."""
+        self._intake.drain()
+
+    def stop(self) -> None:
+        """End the compute thread; sessions that are left fail with DRAINING. Waits at most `stop_timeout_s`."""
+        self._intake.drain()
+        self._stopping = True
+        self._intake.wake()
+        if self._thread is not None:
+            self._thread.join(self.config.stop_timeout_s)
+
+    def step(self) -> bool:
+        """Take what has arrived, compute one batch, deliver the answers. False: there was nothing to compute."""
+        time.sleep(fault_delay_s(fault("verifier.step")))
+        with torch.inference_mode():
+            for arrival in self._intake.take():
+                self.serving.apply(arrival)
+            worked = self.serving.step()
+        self._deliver()
+        return worked
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.step():
+                    self._intake.wait(IDLE_CHECK_S)
+            self._end_all(FailureCode.DRAINING, "this verifier is going away")
+        except Exception as error:  # noqa: BLE001 - the thread's last words; the process is ended by `on_death`
+            _log.critical("the compute thread cannot go on", exc_info=error)
+            self._intake.drain()
+            try:
+                self._end_all(FailureCode.INTERNAL, "this verifier cannot go on")
+            finally:
+                self._on_death()
+
+    def _end_all(self, code: FailureCode, message: str) -> None:
+        with torch.inference_mode():
+            for arrival in self._intake.take():
+                self.serving.apply(arrival)
+            self.serving.fail_all(code, message)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        for stream, answers in self.serving.take_answers().items():
+            try:
+                stream.deliver(answers)
+            except RuntimeError as error:
+                # The event loop behind it is closed: nobody reads this stream any more.
+                _log.warning("a stream could not be answered", exc_info=error)
+                self._intake.end(stream)
+
+    def _progress(self) -> None:
+        self._step_counter += 1

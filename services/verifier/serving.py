@@ -1,0 +1,214 @@
+"""What the compute thread does between and during steps: sessions begin, advance and end here, and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moot.core.types import ModelInfo, Verification
+from moot.metrics import Metrics
+from moot.model.kv import PAGE_SLOTS
+from moot.model.runner import ModelRunner
+from moot.model.sampler import Sampler
+from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finish, Open, Opened, Verified, Verify
+from services.verifier.config import VerifierConfig
+from services.verifier.desk import Desk, Dropped
+from services.verifier.intake import Arrival, Intake
+from services.verifier.scheduler import Batch, Limits, Scheduler
+from services.verifier.sessions import Session, Stream
+from services.verifier.sharing import PrefixSharing
+from services.verifier.step import Broken, Prefilled, Sampled, StepRunner
+
+_log = logging.getLogger("moot.verifier")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`num_working`: sessions with work that is not answered yet."""
+
+    num_working: int = 0
+    kv_cache_usage_ratio: float = 0.0
+
+
+class Serving:
+    """Not thread-safe. `load` is replaced at the end of each step and may be read from anywhere."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        info: ModelInfo,
+        config: VerifierConfig,
+        intake: Intake,
+        metrics: Metrics,
+        progress: Callable[[], None],
+    ) -> None:
+        self.load = Load()
+        self.scheduler: Scheduler[Session] = Scheduler(
+            Limits(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                prefill_chunk_tokens=config.prefill_chunk_tokens,
+                num_pages=runner.pool.capacity_tokens // PAGE_SLOTS,
+                page_tokens=PAGE_SLOTS,
+            )
+        )
+        self.sharing = PrefixSharing(config.prefix_cache_tokens, config.prefix_block_tokens)
+        self.steps = StepRunner(runner, Sampler(info.vocab_size, info.end_token_ids), progress)
+        self._pool = runner.pool
+        self._desk = Desk(info, config.max_draft_tokens, runner.new_cache)
+        self._intake = intake
+        self._metrics = metrics
+        self._idle_limit_s = config.session_idle_limit_s
+        self._sessions: dict[int, Session] = {}
+        self._outbox: dict[Stream, list[Answer]] = defaultdict(list)
+
+    def apply(self, arrival: Arrival) -> None:
+        """Take one command in, at a step boundary."""
+        stream, command = arrival.stream, arrival.command
+        match command:
+            case Open():
+                self._open(stream, command, arrival.arrived_ns)
+            case Verify():
+                self._verify(stream, command, arrival.arrived_ns)
+            case Finish() | Abort():
+                # The session may have ended by itself meanwhile: that is no error.
+                if session := stream.sessions.get(command.session_id):
+                    self._end(session)
+            case None:
+                for session in list(stream.sessions.values()):
+                    self._end(session)
+                self._outbox.pop(stream, None)
+
+    def step(self) -> bool:
+        """Compute one batch. False when there is nothing that can be computed now."""
+        self._expire()
+        batch = self.scheduler.plan()
+        for session in batch.preempted:
+            session.cache.free()
+            session.cached_length = 0
+        for session in batch.admitted:
+            self._admit(session)
+        if batch.items:
+            self._compute(batch)
+        self._observe()
+        return bool(batch.items)
+
+    def take_answers(self) -> dict[Stream, list[Answer]]:
+        """Answers since the last call, in order, by stream."""
+        answers, self._outbox = self._outbox, defaultdict(list)
+        return answers
+
+    def fail_all(self, code: FailureCode, message: str) -> None:
+        for session in list(self._sessions.values()):
+            self._fail(session, code, message)
+
+    def _open(self, stream: Stream, command: Open, arrived_ns: int) -> None:
+        num_tokens = len(command.prompt_token_ids) + len(command.output_token_ids)
+        result = self._desk.open(stream, command, arrived_ns)
+        if isinstance(result, Session):
+            result.num_waiting_tokens = num_tokens
+            self._sessions[result.arrival] = result
+            self.scheduler.submit(result)
+            return
+        self._intake.release(num_sessions=1, num_tokens=num_tokens)
+        self._answer(stream, result)
+
+    def _verify(self, stream: Stream, command: Verify, arrived_ns: int) -> None:
+        result = self._desk.verify(stream, command, arrived_ns)
+        if isinstance(result, Session):
+            self.scheduler.submit(result)
+            return
+        if isinstance(result, Failed) and (session := stream.sessions.get(command.session_id)):
+            self._end(session)
+        self._answer(stream, result)
+
+    def _admit(self, session: Session) -> None:
+        """A session gets KV: first what others have computed of its prompt."""
+        num_cached = self.sharing.fill(session)
+        if session.work is not None and session.work.is_opening and not session.was_admitted:
+            session.num_cached_tokens = num_cached
+            self._metrics.prefix_cache_queries.inc(session.num_prompt_tokens)
+            self._metrics.prefix_cache_hits.inc(num_cached)
+        session.was_admitted = True
+
+    def _compute(self, batch: Batch[Session]) -> None:
+        start_ns = time.monotonic_ns()
+        num_tokens, works = batch.num_tokens, {item.session.arrival: item.session.work for item in batch.items}
+        outcomes = self.steps.run(batch.items)
+        forward_ns = time.monotonic_ns() - start_ns
+        for outcome in outcomes:
+            session, work = outcome.session, works[outcome.session.arrival]
+            if isinstance(outcome, Broken):
+                self._fail(session, outcome.code, outcome.message)
+                continue
+            self.sharing.keep(session)
+            if isinstance(outcome, Prefilled) or work is None:
+                continue
+            verification = Verification(
+                base_length=session.length - len(outcome.walk.output_token_ids),
+                num_accepted=outcome.walk.num_accepted,
+                output_token_ids=outcome.walk.output_token_ids,
+                finish_reason=outcome.walk.finish,
+                logprobs=outcome.logprobs,
+                top_candidates=outcome.top_candidates,
+                num_cached_tokens=session.num_cached_tokens if work.is_opening else 0,
+                queue_us=(start_ns - work.arrived_ns) // 1000,
+                forward_us=forward_ns // 1000,
+                batch_requests=len(batch.items),
+                batch_tokens=num_tokens,
+            )
+            self._settle(session, outcome, verification, is_opening=work.is_opening)
+        self._metrics.forward_seconds.observe(forward_ns / 1e9)
+        self._metrics.verify_batch_size.observe(len(batch.items))
+        self._metrics.verify_batch_tokens.observe(num_tokens)
+
+    def _settle(self, session: Session, outcome: Sampled, verification: Verification, *, is_opening: bool) -> None:
+        session.last_active_ns = time.monotonic_ns()
+        if is_opening:
+            self._metrics.request_queue_time_seconds.observe(verification.queue_us / 1e6)
+            self._answer(session.stream, Opened(session.session_id, verification))
+            self._intake.release(num_tokens=session.num_waiting_tokens)
+            session.num_waiting_tokens = 0
+        else:
+            self._answer(session.stream, Verified(session.session_id, session.round_index, verification))
+        if outcome.walk.finish is not None:
+            self._end(session)
+
+    def _expire(self) -> None:
+        lease_ends_ns = time.monotonic_ns() - int(self._idle_limit_s * 1e9)
+        for session in [*self._sessions.values()]:
+            if session.work is None and session.last_active_ns < lease_ends_ns:
+                message = f"freed after {self._idle_limit_s:g} s without a command"
+                self._fail(session, FailureCode.UNKNOWN_SESSION, message)
+
+    def _fail(self, session: Session, code: FailureCode, message: str) -> None:
+        round_index = max(session.round_index, 0)
+        self._answer(session.stream, Failed(session.session_id, code, message, round_index))
+        self._end(session)
+
+    def _end(self, session: Session) -> None:
+        """Free everything; the only place where a session ends."""
+        session.stream.sessions.pop(session.session_id, None)
+        del self._sessions[session.arrival]
+        self.scheduler.remove(session)
+        session.cache.free()
+        self._intake.release(num_sessions=1, num_tokens=session.num_waiting_tokens)
+
+    def _answer(self, stream: Stream, result: Answer | Dropped) -> None:
+        if isinstance(result, Dropped):
+            self._metrics.answers_dropped.labels(role="router", reason=result.reason).inc()
+        else:
+            self._outbox[stream].append(result)
+
+    def _observe(self) -> None:
+        num_working = sum(session.has_work for session in self._sessions.values())
+        usage = self._pool.used_tokens / self._pool.capacity_tokens
+        self.load = Load(num_working, usage)
+        self._metrics.kv_cache_usage_ratio.set(usage)
+        self._metrics.num_sessions.set(len(self._sessions))
+        self._metrics.num_requests_running.set(self.scheduler.num_admitted)
+        self._metrics.num_requests_waiting.set(self.scheduler.num_waiting)
+        self._metrics.pool_depth.set(num_working)

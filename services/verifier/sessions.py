@@ -1,0 +1,122 @@
+"""One request on the verifier: what it has committed, what it waits for, and where its KV cache stands.
+
+The life of a session, all of it on the compute thread:
+
+    open ──► waiting ──► admitted (holds KV) ──► answered ──► idle ──► verify ... ──► gone
+                ▲              │ preempted
+                └──────────────┘
+
+It ends by its own finish reason, `Finish`, `Abort`, the end of its stream, a failure, or its idle lease.
+Prompt + committed output is all that matters: the KV cache can be dropped and filled again at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from moot.core.types import ROOT, Draft, SamplingParams
+from services.verifier.commands import Answer
+
+if TYPE_CHECKING:
+    from moot.model.kv import SequenceCache
+    from moot.model.sampler import History
+
+NO_ROUND = -1
+"""`round_index` of the work that an opening is, and of a session that has verified nothing yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a session waits for: the token after its prefix (an opening), or the verification of a draft."""
+
+    draft: Draft
+    fed_nodes: tuple[int, ...]
+    """Nodes of the draft that take a row of the forward pass, ascending; closed under parents."""
+    round_index: int
+    arrived_ns: int
+    """Monotonic."""
+
+    @property
+    def is_opening(self) -> bool:
+        return self.round_index == NO_ROUND
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """`token_ids`: prompt + committed output. `arrival` orders sessions by age; it is unique in an engine."""
+
+    stream: Stream
+    session_id: int
+    request_id: str
+    arrival: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    ending_token_ids: frozenset[int]
+    context_limit: int
+    history: History
+    cache: SequenceCache
+    cache_salt: str = ""
+    num_top_candidates: int = 0
+    cached_length: int = 0
+    """Leading tokens whose KV the cache holds; mirrors the cache, which only the step changes."""
+    work: Work | None = None
+    round_index: int = NO_ROUND
+    num_cached_tokens: int = 0
+    was_admitted: bool = False
+    last_active_ns: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the prompt's whole blocks."""
+    num_shared_blocks: int = 0
+    num_waiting_tokens: int = 0
+    """What the intake still counts for this session as waiting to be prefilled."""
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens of the prefix without KV: at least 1, because the last one is fed with the draft."""
+        return len(self.token_ids) - self.cached_length
+
+    @property
+    def max_new(self) -> int:
+        """Tokens the request may still emit."""
+        return min(self.params.max_tokens - self.num_output_tokens, self.context_limit - self.length)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens that take a row of the forward pass."""
+        return len(self.work.fed_nodes) if self.work else 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.work is not None
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """Who opened the sessions: one peer's stream. `deliver` is called from the compute thread and must not block."""
+
+    deliver: Callable[[Sequence[Answer]], None]
+    sessions: dict[int, Session] = field(default_factory=dict)
+    """By session id; touched by the compute thread only."""
+
+
+def nodes_to_feed(draft: Draft, max_new: int) -> tuple[int, ...]:
+    """Nodes, ascending, after which a token may still be emitted: only they need a row of the forward pass.
+
+    A node at depth d (0 for children of the prefix) is reached with d + 1 tokens emitted, so these are the depths below
+    `max_new` - 1. Leaving the others out changes no token and keeps positions inside the context limit.
+    """
+    depths: list[int] = []
+    for parent in draft.parents:
+        depths.append(0 if parent == ROOT else depths[parent] + 1)
+    return tuple(node for node, depth in enumerate(depths) if depth < max_new - 1)

@@ -1,0 +1,205 @@
+"""One forward pass for a batch, and the sample-and-match walk for each request in it.
+
+Whatever goes wrong stays with the request that caused it: a forward pass that raises is repeated in halves until the
+guilty request is alone; one without memory is repeated smaller; a row of NaN ends its own session.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moot.core.acceptance import Walk, walk
+from moot.core.errors import NoCapacity, RequestPoisoned
+from moot.core.types import ROOT, TokenLogprobs
+from moot.faults import fault
+from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.sampler import Sampler
+from services.verifier.commands import FailureCode
+from services.verifier.scheduler import BatchItem
+from services.verifier.sessions import Session, Work
+
+_log = logging.getLogger("moot.verifier")
+
+Item = BatchItem[Session]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A chunk of the prefix got its KV; nothing to answer yet."""
+
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The session's work is done and its state advanced by `walk`; one entry per output token in the others."""
+
+    session: Session
+    walk: Walk
+    logprobs: tuple[TokenLogprobs, ...]
+    top_candidates: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """This session cannot go on."""
+
+    session: Session
+    code: FailureCode
+    message: str
+
+
+Outcome = Prefilled | Sampled | Broken
+
+
+class DeviceLost(RuntimeError):
+    """The accelerator's context is gone: nothing in this process can be computed any more."""
+
+
+class StepRunner:
+    """Not thread-safe: the compute thread owns it. `progress` is called often while something is computed."""
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler, progress: Callable[[], None]) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._progress = progress
+
+    def run(self, items: Sequence[Item]) -> list[Outcome]:
+        """Feed `items` and advance their sessions. One outcome per item. Raises DeviceLost only."""
+        outcomes: list[Outcome] = []
+        for item, result in self._forward(items):
+            if isinstance(result, Exception):
+                outcomes.append(self._broken(item.session, result))
+                continue
+            try:
+                outcomes.append(self._advance(item, result))
+            except Exception as error:  # noqa: BLE001 - one request's failure must not reach the others
+                outcomes.append(self._broken(item.session, error))
+        return outcomes
+
+    def _forward(self, items: Sequence[Item]) -> list[tuple[Item, Tensor | Exception]]:
+        """Logits per item, [rows, vocab] float32; an exception for an item that fails on its own."""
+        try:
+            for item in items:
+                if (found := fault("verifier.forward", item.session.request_id)) and found.action == "raise":
+                    raise RuntimeError("fault point verifier.forward")
+            logits = self._runner.forward([_input_of(item) for item in items], self._progress)
+            return list(zip(items, logits, strict=True))
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error)) from error
+        except Exception as error:  # noqa: BLE001 - which of the requests raised is found out by halving
+            for item in items:
+                item.session.cache.crop(item.session.cache.length)
+            if len(items) > 1:
+                middle = len(items) // 2
+                return [*self._forward(items[:middle]), *self._forward(items[middle:])]
+            (item,) = items
+            if is_out_of_memory(error) and item.num_prefix_tokens > 1:
+                return self._forward([BatchItem(item.session, item.num_prefix_tokens // 2, False)])
+            return [(item, error)]
+
+    def _advance(self, item: Item, logits: Tensor) -> Outcome:
+        session = item.session
+        if not item.completes or session.work is None:
+            session.cache.commit(range(item.num_prefix_tokens))
+            session.cached_length = session.cache.length
+            return Prefilled(session)
+        if (found := fault("verifier.logits", session.request_id)) and found.action == "nan":
+            logits = torch.full_like(logits, torch.nan)
+        walked, rows = self.sample(session, session.work, logits)
+        logprobs = self._logprobs(session, logits, rows, walked.output_token_ids)
+        top_candidates = self._top_candidates(session, logits, rows)
+        if walked.finish is None:
+            row_of = row_of_nodes(session.work)
+            last = item.num_prefix_tokens - 1
+            path = [last + row_of[node] for node in walked.accepted_nodes]
+            session.cache.commit([*range(item.num_prefix_tokens), *path])
+            session.cached_length = session.cache.length
+        session.token_ids.extend(walked.output_token_ids)
+        session.history.append(walked.output_token_ids)
+        session.work = None
+        return Sampled(session, walked, logprobs, top_candidates)
+
+    def sample(self, session: Session, work: Work, logits: Tensor) -> tuple[Walk, list[int]]:
+        """The walk through the draft, and the row of `logits` that each output token was sampled from.
+
+        logits: [1 + fed nodes, vocab]; row 0 follows the prefix. Raises RequestPoisoned.
+        """
+        row_of = row_of_nodes(work)
+        params, sampler = session.params, self._sampler
+        greedy: list[int | None] | None = None
+        if not sampler.needs_row(params, session.num_output_tokens):
+            greedy = sampler.greedy_rows(logits)
+        rows: list[int] = []
+
+        def token_at(node: int, path: tuple[int, ...]) -> int:
+            row = row_of[node]
+            rows.append(row)
+            self._progress()
+            if greedy is None:
+                position = session.length + len(path)
+                return sampler.sample(logits[row], params, position, session.history.with_path(path))
+            token = greedy[row]
+            if token is None:
+                raise RequestPoisoned("the model's logits are not finite")
+            return token
+
+        def is_end(token: int, _: int) -> bool:
+            # min_tokens needs no rule here: before it the sampler masks these ids.
+            return token in session.ending_token_ids
+
+        return walk(work.draft, token_at, is_end, session.max_new), rows
+
+    def _logprobs(
+        self, session: Session, logits: Tensor, rows: Sequence[int], token_ids: Sequence[int]
+    ) -> tuple[TokenLogprobs, ...]:
+        num_top = session.params.logprobs
+        if num_top is None:
+            return ()
+        pairs = zip(rows, token_ids, strict=True)
+        return tuple(self._sampler.logprobs(logits[row], token_id, num_top) for row, token_id in pairs)
+
+    def _top_candidates(self, session: Session, logits: Tensor, rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        width = min(session.num_top_candidates, self._sampler.vocab_size)
+        if not width or not rows:
+            return ()
+        picked = logits[list(rows), : self._sampler.vocab_size]
+        return tuple(map(tuple, picked.topk(width, dim=1).indices.tolist()))
+
+    def _broken(self, session: Session, error: Exception) -> Broken:
+        if isinstance(error, RequestPoisoned):
+            return Broken(session, FailureCode.POISONED, str(error))
+        if isinstance(error, NoCapacity) or is_out_of_memory(error):
+            return Broken(session, FailureCode.NO_CAPACITY, "no memory for this request")
+        # The text of an unknown error may quote what a user wrote: only its name leaves this process.
+        _log.error("a request failed", exc_info=error, extra={"failed_request_id": session.request_id})
+        return Broken(session, FailureCode.INTERNAL, f"internal error ({type(error).__name__})")
+
+
+def row_of_nodes(work: Work) -> dict[int, int]:
+    """Row of the logits by draft node: row 0 follows the prefix."""
+    return {ROOT: 0} | {node: row for row, node in enumerate(work.fed_nodes, start=1)}
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch raises a plain RuntimeError when the host's allocator has nothing left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _input_of(item: Item) -> SequenceInput:
+    """Missing tokens of the prefix, then the draft's fed nodes; logits of the last prefix token and of each node."""
+    session, count = item.session, item.num_prefix_tokens
+    token_ids = session.token_ids[session.cached_length : session.cached_length + count]
+    if not item.completes or session.work is None:
+        return SequenceInput(session.cache, token_ids, None, ())
+    draft, fed = session.work.draft, session.work.fed_nodes
+    row_of = row_of_nodes(session.work)
+    parents = [*range(-1, count - 1), *(count - 1 + row_of[draft.parents[node]] for node in fed)]
+    token_ids += [draft.token_ids[node] for node in fed]
+    is_chain = all(parent == index - 1 for index, parent in enumerate(parents))
+    return SequenceInput(session.cache, token_ids, None if is_chain else parents, range(count - 1, count + len(fed)))
