@@ -50,8 +50,9 @@ def build(texts: Iterable[Sequence[int]], path: Path) -> None:
     for text in texts:
         parts += [np.asarray(text, np.uint32), parts[0]]
     tokens = np.concatenate(parts)
-    if len(tokens) < 3 or len(tokens) >= SEPARATOR:
-        raise ConfigError(f"a datastore holds 1 to {SEPARATOR - 2} tokens, not {max(len(tokens) - 2, 0)}")
+    num_stored = int(np.count_nonzero(tokens != SEPARATOR))
+    if num_stored == 0 or len(tokens) >= SEPARATOR:
+        raise ConfigError(f"a datastore holds at least one token and less than 2^32 with separators, not {num_stored}")
     order = _order(tokens)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.mkdir(parents=True)
