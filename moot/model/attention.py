@@ -30,7 +30,8 @@ STEP_ARGUMENT = "moot_step"
 
 @dataclass(slots=True)
 class Tile:
-    """Query rows computed by one call. `rows`: their indices in the step. `positions`: [rows], int64.
+    """Query rows computed by one call. `rows`: their indices in the step, padded: for a chain by the rows that happen
+    to follow, for a tree by repetition; `num_rows` of them count. `positions`: [rows], int64.
 
     `path`: pending indices of the whole path whose tail must lie in the slots, None for a chain. Masks are additive,
     [rows, kv_length], one for each sliding window that a layer asks for (None: full attention).
@@ -42,6 +43,13 @@ class Tile:
     kv_length: int
     path: Tensor | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    @property
+    def own_rows(self) -> slice | Tensor:
+        """`rows` without those that only pad."""
+        if isinstance(self.rows, slice):
+            return slice(self.rows.start, self.rows.start + self.num_rows)
+        return self.rows[: self.num_rows]
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         if window not in self.masks:
@@ -89,6 +97,7 @@ def plan_segment(
 ) -> Segment:
     """Lay out one request's tokens and make them the cache's pending ones. The cache must have room for them."""
     count, device = len(parents), cache.data.device
+    groups: list[tuple[list[int], list[int] | None]]
     is_chain = all(depth == index for index, depth in enumerate(depths))
     if is_chain:
         cache.pending = Pending(parents, None)
@@ -103,16 +112,29 @@ def plan_segment(
         kv_length = cache.length + last + 1
         if rules.pad_kv:
             kv_length = round_up(kv_length, PAGE_SLOTS)
-        # Rows are padded by repeating the last one, and cut off after the call.
-        padded = rows + [rows[-1]] * (rules.attention_rows(len(rows)) - len(rows))
+        padding = rules.attention.rows(len(rows)) - len(rows)
+        padded = rows + [rows[-1]] * padding
         positions = torch.tensor([cache.length + depths[row] for row in padded], device=device)
-        whole = slice(start + rows[0], start + rows[-1] + 1)
-        index = (
-            whole if path is None and padded == rows else torch.tensor([start + row for row in padded], device=device)
-        )
-        tail = None if path is None else torch.tensor(path, device=device)
-        tiles.append(Tile(index, len(rows), positions, kv_length, tail))
+        if path is None:
+            tiles.append(Tile(slice(start + rows[0], start + rows[0] + len(padded)), len(rows), positions, kv_length))
+        else:
+            index = torch.tensor([start + row for row in padded], device=device)
+            tiles.append(Tile(index, len(rows), positions, kv_length, torch.tensor(path, device=device)))
     return Segment(cache, start, count, is_chain, tiles)
+
+
+def num_step_rows(segments: Sequence[Segment], rules: RowRules) -> int:
+    """Rows that the whole step must have so that all products and all tiles are padded by rows that exist."""
+    last = segments[-1]
+    count = last.start + last.count
+    full = count // rules.tile * rules.tile
+    ends = [tile.rows.stop for segment in segments for tile in segment.tiles if isinstance(tile.rows, slice)]
+    while True:
+        padded = full + (rules.linear.rows(count - full) if count > full else 0)
+        count = max([padded, *ends])
+        if count == padded:
+            return padded
+        full = count // rules.tile * rules.tile
 
 
 def _path_groups(parents: Sequence[int], tile: int) -> list[tuple[list[int], list[int] | None]]:
@@ -160,7 +182,8 @@ def ragged_attention(
     step.layers_seen.add(layer)
     queries = query[0].transpose(0, 1)  # [tokens, heads, dim]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    # Rows that only pad belong to nobody and get zeros.
+    output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
     grouped = query.shape[1] != key.shape[1]
     for segment in step.segments:
         own = slice(segment.start, segment.start + segment.count)
@@ -181,11 +204,7 @@ def ragged_attention(
                 scale=scaling,
                 enable_gqa=grouped,
             )
-            rows = result[0].transpose(0, 1)
-            if isinstance(tile.rows, slice):
-                output[tile.rows] = rows
-            else:
-                output[tile.rows[: tile.num_rows]] = rows[: tile.num_rows]
+            output[tile.own_rows] = result[0, :, : tile.num_rows].transpose(0, 1)
             step.progress()
     return output[None], None
 

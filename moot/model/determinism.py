@@ -2,12 +2,9 @@
 
 A matrix product may round a row differently depending on how many rows share the call and where the row lies among
 them: BLAS libraries have other kernels for few rows and for remainders. In deterministic mode every product runs in
-tiles of at most 32 rows, padded to a row count inside one class of bit-equal counts; attention runs per request in
-tiles of at most 32 query rows, padded likewise, over a KV length that is a multiple of 512. A check at start compares
-bit by bit and refuses the mode where this does not hold.
-
-Measured with torch 2.13 on CPUs with and without AMX: bfloat16 products are equal for 1 to 32 rows; float32 and
-float64 ones are not for 1, 2 to 3 (2 to 12) rows nor in the remainder of a multiple of 4, but are in multiples of 16.
+tiles of at most 32 rows, padded to row counts that are equal bit by bit; attention runs per request in tiles of at
+most 32 query rows, padded likewise, over a KV length that is a multiple of 512. Which paddings are needed depends on
+the machine: `selfcheck` picks the cheapest that holds, or refuses the mode.
 """
 
 from __future__ import annotations
@@ -20,35 +17,54 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 TILE_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """Row counts that a call may have: at least `minimum`, and a multiple of `multiple`."""
+
+    minimum: int
+    multiple: int
+
+    def rows(self, num_rows: int) -> int:
+        return -(-max(num_rows, self.minimum) // self.multiple) * self.multiple
+
+
+@dataclass(frozen=True, slots=True)
 class RowRules:
-    """How many rows share a product. A multiple of 1 with a tile of 2^31 rows is the natural mode."""
+    """How many rows share a product: at most `tile`, padded. `pad_kv`: attend to whole pages, masked."""
 
     tile: int
-    linear_multiple: int
-    attention_multiple: int
+    linear: Padding
+    attention: Padding
     pad_kv: bool
 
-    def linear_rows(self, num_rows: int) -> int:
-        return -(-num_rows // self.linear_multiple) * self.linear_multiple
 
-    def attention_rows(self, num_rows: int) -> int:
-        return -(-num_rows // self.attention_multiple) * self.attention_multiple
+NATURAL = RowRules(2**31, Padding(1, 1), Padding(1, 1), False)
+
+# Cheapest first. Seen with torch 2.13: bfloat16 products have their own kernel for 1 row; float32 and float64 ones for
+# 1, for 2 to 3 (elsewhere 2 to 12) and for what is left over a multiple of 4 (up to 12 rows; in float64 always).
+# Attention has its own for 1 to 3 (elsewhere 4) rows.
+LINEAR_PADDINGS = {
+    torch.bfloat16: (Padding(2, 1), Padding(4, 1), Padding(16, 16), Padding(32, 32)),
+    torch.float32: (Padding(16, 16), Padding(32, 32)),
+}
+ATTENTION_PADDINGS = {
+    torch.float64: (Padding(4, 4), Padding(8, 8), Padding(16, 16), Padding(32, 32)),
+    torch.float32: (Padding(4, 1), Padding(5, 1), Padding(8, 1), Padding(16, 16), Padding(32, 32)),
+}
 
 
-NATURAL = RowRules(2**31, 1, 1, False)
+def linear_candidates(dtype: torch.dtype) -> tuple[Padding, ...]:
+    return LINEAR_PADDINGS.get(dtype, LINEAR_PADDINGS[torch.float32])
 
 
-def deterministic_rules(dtype: torch.dtype) -> RowRules:
-    if dtype is torch.bfloat16:
-        return RowRules(TILE_ROWS, 1, 2, True)
-    return RowRules(TILE_ROWS, 16, 8, True)
+def attention_candidates(dtype: torch.dtype) -> tuple[Padding, ...]:
+    return ATTENTION_PADDINGS.get(dtype, ATTENTION_PADDINGS[torch.float32])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +87,12 @@ def tiled(rules: RowRules, progress: Callable[[], None]) -> Iterator[None]:
         _tiling.reset(token)
 
 
+def current_rules() -> RowRules:
+    """The natural rules where no runner is driving."""
+    tiling = _tiling.get()
+    return NATURAL if tiling is None else tiling.rules
+
+
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`functional.linear` under the rules in force: x [..., in] to [..., out]."""
     tiling = _tiling.get()
@@ -78,37 +100,18 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
     rules = tiling.rules
     num_rows = x.numel() // x.shape[-1]
-    if num_rows <= rules.tile and num_rows == rules.linear_rows(num_rows):
+    if num_rows <= rules.tile and num_rows == rules.linear.rows(num_rows):
         return functional.linear(x, weight, bias)
     rows = x.reshape(num_rows, x.shape[-1])
     output = x.new_empty(num_rows, weight.shape[0])
     for start in range(0, num_rows, rules.tile):
         part = rows[start : start + rules.tile]
         count = part.shape[0]
-        padding = rules.linear_rows(count) - count
-        if padding:
+        if padding := rules.linear.rows(count) - count:
             part = functional.pad(part, (0, 0, 0, padding))
         output[start : start + count] = functional.linear(part, weight, bias)[:count]
         tiling.progress()
     return output.view(*x.shape[:-1], weight.shape[0])
-
-
-class TiledLinear(nn.Linear):
-    """A linear layer whose product follows the rules in force; outside a runner it is `nn.Linear`."""
-
-    @classmethod
-    def take_over(cls, linear: nn.Linear) -> None:
-        """Turn a layer into this class in place, so that tied weights and names stay."""
-        linear.__class__ = cls
-
-    def forward(self, input: Tensor) -> Tensor:
-        return tiled_linear(input, self.weight, self.bias)
-
-
-def install(model: nn.Module) -> None:
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            TiledLinear.take_over(module)
 
 
 def numerics_fingerprint(dtype: torch.dtype, device: torch.device, rules: RowRules) -> str:

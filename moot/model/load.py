@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moot.core.errors import ModelRefused
 from moot.core.types import ROOT, ModelInfo
-from moot.model import determinism
 from moot.model.attention import ATTENTION_NAME, STEP_ARGUMENT, Step, plan_segment
+from moot.model.determinism import NATURAL
 from moot.model.kv import KvPool, KvShape, SequenceCache
+from moot.model.layers import install
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 
 DTYPES = {
@@ -37,6 +39,7 @@ class LoadedModel:
     tokenizer: Any
     info: ModelInfo
     kv_shape: KvShape
+    num_heads: int
     num_embeddings: int
     num_logits: int
     selects_rows: bool
@@ -73,20 +76,22 @@ def load_model(
     chosen_dtype = choose_dtype(dtype, chosen_device)
     model = _load_weights(name, chosen_dtype, revision).to(chosen_device).eval()
     tokenizer = load_tokenizer(path_or_id, revision)
-    determinism.install(model)
-    shape = _probe(name, model, chosen_dtype, chosen_device)
+    shape = _kv_shape(name, model, chosen_dtype, chosen_device)
+    limit = _context_limit(name, model.config)
+    _prove_drivable(name, model, shape, limit)
     num_embeddings = int(model.get_input_embeddings().weight.shape[0])
     num_logits = int(getattr(model.get_output_embeddings(), "out_features", num_embeddings))
+    heads = int(model.config.get_text_config(decoder=True).num_attention_heads)
     folder = Path(path_or_id)
     info = ModelInfo(
         model=folder.resolve().name if folder.is_dir() else name,
         revision=revision or _revision(folder, model),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
         vocab_size=min(vocabulary_size(tokenizer), num_embeddings, num_logits),
-        context_limit=_context_limit(name, model.config),
+        context_limit=limit,
         end_token_ids=_end_token_ids(model, tokenizer),
     )
-    return LoadedModel(model, tokenizer, info, shape, num_embeddings, num_logits, _selects_rows(model))
+    return LoadedModel(model, tokenizer, info, shape, heads, num_embeddings, num_logits, _selects_rows(model))
 
 
 def choose_device(device: str) -> torch.device:
@@ -128,7 +133,7 @@ def _load_weights(name: str, dtype: torch.dtype, revision: str | None) -> Any:
             revision=revision,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation="eager",
             trust_remote_code=False,
             use_safetensors=True,
         )
@@ -141,54 +146,51 @@ def _selects_rows(model: Any) -> bool:
 
 
 @torch.inference_mode()
-def _probe(name: str, model: Any, dtype: torch.dtype, device: torch.device) -> KvShape:
-    """Drive a few tokens through our attention and compare with the model's own. Returns the shape of its KV."""
-    kind = type(model).__name__
-    shape = _kv_shape(name, model, dtype, device)
-    limit = _context_limit(name, model.config)
+def _prove_drivable(name: str, model: Any, shape: KvShape, limit: int) -> None:
+    """Install our layers and attention, run a few tokens in two chunks and compare with the model's own pass."""
+    kind, device = type(model).__name__, shape.device
     count = min(24, limit)
     vocab = int(model.get_input_embeddings().weight.shape[0])
     token_ids = torch.randint(vocab, (1, count), generator=torch.Generator().manual_seed(0)).to(device)
     positions = torch.arange(count, device=device)[None]
-    cache = SequenceCache(KvPool(shape, count))
-    logits, seen = [], set()
-    for start, end in ((0, count - 5), (count - 5, count)):
-        cache.reserve(end)
-        size = end - start
-        segment = plan_segment(cache, 0, range(ROOT, size - 1), range(size), determinism.NATURAL)
-        step = Step([segment], lambda: None)
-        try:
-            output = model(
-                input_ids=token_ids[:, start:end],
-                position_ids=positions[:, start:end],
-                use_cache=False,
-                **{STEP_ARGUMENT: step},
-            )
-        except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
-            raise ModelRefused(f"{name}: {kind} cannot be driven: {error}") from error
-        seen |= step.layers_seen
-        cache.commit(range(size))
-        logits.append(output.logits[0])
+    try:
+        plain = model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0]
+        install(model)
+        model.set_attn_implementation(ATTENTION_NAME)
+        ours, seen = _drive(model, shape, token_ids, positions, (count - 5, count) if count > 5 else (count,))
+    except (TypeError, ValueError, KeyError, RuntimeError, AttributeError, NotImplementedError) as error:
+        raise ModelRefused(f"{name}: {kind} cannot be driven: {error}") from error
     if seen != set(range(shape.num_layers)):
         raise ModelRefused(
             f"{name}: {kind} has {shape.num_layers} layers, of which {len(seen)} use the registered attention;"
             " state-space layers and attention of a model's own cannot be driven"
         )
-    _compare(name, kind, model, token_ids, positions, torch.cat(logits).double())
-    return shape
-
-
-def _compare(name: str, kind: str, model: Any, token_ids: Tensor, positions: Tensor, ours: Tensor) -> None:
-    model.set_attn_implementation("eager")
-    try:
-        plain = model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0].double()
-    finally:
-        model.set_attn_implementation(ATTENTION_NAME)
-    error = ((ours - plain).norm(dim=-1) / plain.norm(dim=-1).clamp_min(1e-30)).max().item()
+    distance = ((ours - plain).double().norm(dim=-1) / plain.double().norm(dim=-1).clamp_min(1e-30)).max().item()
     # Half-precision models of many layers drift by some per cent; a wrong mask or position gives errors near 1.
-    bound = 1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.1
-    if not error <= bound:
-        raise ModelRefused(f"{name}: {kind} cannot be driven: logits differ from its own attention's by {error:.2g}")
+    bound = 1e-3 if shape.dtype in (torch.float32, torch.float64) else 0.1
+    if not distance <= bound:
+        raise ModelRefused(f"{name}: {kind} cannot be driven: logits differ from its own attention's by {distance:.2g}")
+
+
+def _drive(
+    model: Any, shape: KvShape, token_ids: Tensor, positions: Tensor, ends: Sequence[int]
+) -> tuple[Tensor, set[int]]:
+    """Logits [tokens, vocab] of a pass in chunks that end at `ends`, and the layers whose attention was ours."""
+    cache = SequenceCache(KvPool(shape, ends[-1]))
+    logits: list[Tensor] = []
+    seen: set[int] = set()
+    for end in ends:
+        size = end - cache.length
+        cache.reserve(end)
+        step = Step([plan_segment(cache, 0, range(ROOT, size - 1), range(size), NATURAL)], lambda: None)
+        own = slice(cache.length, end)
+        output = model(
+            input_ids=token_ids[:, own], position_ids=positions[:, own], use_cache=False, **{STEP_ARGUMENT: step}
+        )
+        cache.commit(range(size))
+        logits.append(output.logits[0])
+        seen |= step.layers_seen
+    return torch.cat(logits), seen
 
 
 def _kv_shape(name: str, model: Any, dtype: torch.dtype, device: torch.device) -> KvShape:

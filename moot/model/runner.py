@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moot.core.errors import ConfigError, ContextLengthExceeded
+from moot.core.errors import ContextLengthExceeded
 from moot.core.types import ROOT, ModelInfo
 from moot.model import selfcheck
-from moot.model.attention import STEP_ARGUMENT, Segment, Step, depths_of, plan_segment
-from moot.model.determinism import NATURAL, RowRules, deterministic_rules, numerics_fingerprint, tiled
+from moot.model.attention import STEP_ARGUMENT, Segment, Step, depths_of, num_step_rows, plan_segment
+from moot.model.determinism import NATURAL, RowRules, numerics_fingerprint, tiled
 from moot.model.kv import KvPool, SequenceCache
 from moot.model.load import LoadedModel
 
@@ -45,10 +45,10 @@ class ModelRunner:
         self.info: ModelInfo = loaded.info
         self.dtype, self.device = loaded.kv_shape.dtype, loaded.kv_shape.device
         self.pool = KvPool(loaded.kv_shape, kv_capacity_tokens)
-        self.rules: RowRules = deterministic_rules(self.dtype) if deterministic else NATURAL
+        self.rules: RowRules = selfcheck.find_rules(loaded) if deterministic else NATURAL
         self.numerics_fingerprint = numerics_fingerprint(self.dtype, self.device, self.rules)
-        if deterministic and (reason := selfcheck.find_difference(self)):
-            raise ConfigError(f"deterministic mode does not hold for {self.info.model} on this machine: {reason}")
+        if deterministic:
+            selfcheck.check_passes(self)
 
     @property
     def deterministic(self) -> bool:
@@ -59,7 +59,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, inputs: Sequence[SequenceInput], progress: Callable[[], None] = _no_progress) -> list[Tensor]:
-        """Run all tokens once. Returns per input the logits [len(logit_rows), vocab], float32 (float64 models: float64).
+        """Run all tokens once. Returns per input logits [len(logit_rows), vocab], float32 (of float64 models float64).
 
         The tokens' keys and values are pending in their caches until `commit`. `progress` is called for every layer
         and tile. Raises NoCapacity (some caches may have grown, none has changed its content), ValueError for
@@ -68,6 +68,9 @@ class ModelRunner:
         segments, token_ids, positions, logit_rows = self._plan(inputs)
         if not token_ids:
             return [self._no_logits() for _ in inputs]
+        padding = num_step_rows(segments, self.rules) - len(token_ids)
+        token_ids += [token_ids[-1]] * padding
+        positions += [positions[-1]] * padding
         step = Step(segments, progress)
         with tiled(self.rules, progress):
             logits = self.loaded.call(

@@ -1,63 +1,167 @@
-"""The check behind deterministic mode: the same tokens in different company, compared bit by bit."""
+"""The check behind deterministic mode: the same rows in different company, compared bit by bit.
+
+Rounding that differs in the last bits of a float32 sum is mostly hidden when the result is rounded to bfloat16, and
+then shows once in ten thousand tokens. So the inputs here are made to cancel: every sum is exactly zero, and what
+comes out is nothing but the rounding of its partial sums. Any difference in their order shows in most elements.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
-from moot.model.determinism import tiled, tiled_linear
+from moot.core.errors import ConfigError
+from moot.model.determinism import (
+    TILE_ROWS,
+    Padding,
+    RowRules,
+    attention_candidates,
+    linear_candidates,
+)
 from moot.model.kv import PAGE_SLOTS, KvPool, SequenceCache
+from moot.model.layers import SharedLinear
 
 if TYPE_CHECKING:
+    from moot.model.load import LoadedModel
     from moot.model.runner import ModelRunner
 
-_PROBE_TOKENS = 40
+_MOST_OUTPUTS = 4096
+"""Larger weights (the vocabulary's) are checked on this many of their outputs."""
+
+_PASS_TOKENS = 40
 
 
-def find_difference(runner: ModelRunner) -> str | None:
-    """None when rows come out equal in all company tried, else where they differ. Well under a second for small
-    models: every shape of matrix product once, then whole passes over 40 tokens in different chunks."""
-    for weight in _distinct_weights(runner):
-        if counts := _differing_row_counts(runner, weight):
-            return f"products with a weight of shape {list(weight.shape)} differ at {counts} rows"
-    return _differing_pass(runner)
+def find_rules(loaded: LoadedModel) -> RowRules:
+    """The cheapest paddings under which rows round alike here. Raises ConfigError when there are none."""
+    dtype, generator = loaded.kv_shape.dtype, torch.Generator().manual_seed(0)
+    products = [_linear_case(loaded, shape, generator) for shape in _distinct_shapes(loaded.model)]
+    linear = _first_holding(linear_candidates(dtype), products)
+    if linear is None:
+        raise ConfigError(f"deterministic mode does not hold: {dtype} matrix products depend on the number of rows")
+    attentions = [_attention_case(loaded, cancel_scores, generator) for cancel_scores in (True, False)]
+    attention = _first_holding(attention_candidates(dtype), attentions)
+    if attention is None:
+        raise ConfigError(f"deterministic mode does not hold: {dtype} attention depends on the number of rows")
+    return RowRules(TILE_ROWS, linear, attention, True)
 
 
-def _distinct_weights(runner: ModelRunner) -> list[Tensor]:
-    linears = (module for module in runner.loaded.model.modules() if isinstance(module, torch.nn.Linear))
-    return list({module.weight.shape: module.weight for module in linears}.values())
-
-
-@torch.inference_mode()
-def _differing_row_counts(runner: ModelRunner, weight: Tensor) -> list[int]:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(runner.rules.tile, weight.shape[1], generator=generator).to(weight)
-    differing = []
-    with tiled(runner.rules, lambda: None):
-        whole = tiled_linear(rows, weight, None)
-        for count in (1, 2, 3, 5, 9, 16, 31):
-            # The last `count` rows: so each is also compared at another place in its tile.
-            if not torch.equal(tiled_linear(rows[-count:], weight, None), whole[-count:]):
-                differing.append(count)
-    return differing
-
-
-def _differing_pass(runner: ModelRunner) -> str | None:
-    limit = min(_PROBE_TOKENS, runner.info.context_limit)
+def check_passes(runner: ModelRunner) -> None:
+    """Compare whole passes in different chunks: covers what is neither a product nor attention. Raises ConfigError."""
+    limit = min(_PASS_TOKENS, runner.info.context_limit)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(runner.info.vocab_size, (limit,), generator=generator).tolist()
-    whole = _run(runner, token_ids, [limit])
-    for chunks in ([limit - 8, 1, 1, 2, 4], [7, limit - 7], [limit - 17, 17]):
-        chunks = [size for size in chunks if size > 0]
-        if sum(chunks) == limit and not torch.equal(_run(runner, token_ids, chunks), whole):
-            return f"the same {limit} tokens differ when computed in chunks of {chunks}"
-    return None
+    whole = _last_logits(runner, token_ids, [limit])
+    for chunks in ([limit - 8, 1, 1, 2, 4], [limit - 17, 17]):
+        if min(chunks) > 0 and not torch.equal(_last_logits(runner, token_ids, chunks), whole):
+            raise ConfigError(
+                f"deterministic mode does not hold for {runner.info.model}: the same {limit} tokens give other numbers"
+                f" in chunks of {chunks}"
+            )
 
 
-def _run(runner: ModelRunner, token_ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
+class _Case:
+    """One product of TILE_ROWS rows; `compute(index)` gives the rows with these indices in one call."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        self._compute = compute
+        self._whole = compute(torch.arange(TILE_ROWS))
+
+    def holds(self, padding: Padding) -> bool:
+        """Whether every count of rows, at the start and at the end of the tile, gives the whole tile's bits."""
+        if padding.rows(TILE_ROWS) != TILE_ROWS:
+            return False
+        for count in range(1, TILE_ROWS + 1):
+            for first in {0, TILE_ROWS - count}:
+                index = torch.arange(first, first + padding.rows(count)).clamp_max(first + count - 1)
+                if not torch.equal(self._compute(index)[:count], self._whole[first : first + count]):
+                    return False
+        return True
+
+
+def _first_holding(paddings: Sequence[Padding], cases: Sequence[_Case]) -> Padding | None:
+    return next((padding for padding in paddings if all(case.holds(padding) for case in cases)), None)
+
+
+def _distinct_shapes(model: nn.Module) -> list[tuple[int, int, bool]]:
+    weights = [
+        (module.product.weight, module.product.bias)
+        if isinstance(module, SharedLinear)
+        else (module.weight, module.bias)
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    ]
+    return sorted({(weight.shape[0], weight.shape[1], bias is not None) for weight, bias in weights})
+
+
+def _cancelling(
+    left: Sequence[int], right: Sequence[int], size: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Two tensors [*left, size] and [*right, size] whose products over the last axis are exactly zero."""
+    half = size // 2
+    order = torch.randperm(half * 2, generator=generator)
+    x, y = torch.randn(*left, half, generator=generator), torch.randn(*right, half, generator=generator)
+    odd = size - half * 2
+    first = nn.functional.pad(torch.cat((x, -x), -1)[..., order], (0, odd))
+    return first, nn.functional.pad(torch.cat((y, y), -1)[..., order], (0, odd))
+
+
+def _linear_case(loaded: LoadedModel, shape: tuple[int, int, bool], generator: torch.Generator) -> _Case:
+    outputs, inputs, has_bias = min(shape[0], _MOST_OUTPUTS), shape[1], shape[2]
+    rows, weight = _cancelling((TILE_ROWS,), (outputs,), inputs, generator)
+    like = torch.empty(0, dtype=loaded.kv_shape.dtype, device=loaded.kv_shape.device)
+    rows, weight = rows.to(like), weight.to(like)
+    bias = like.new_zeros(outputs) if has_bias else None
+
+    @torch.inference_mode()
+    def compute(index: Tensor) -> Tensor:
+        return nn.functional.linear(rows[index], weight, bias)
+
+    return _Case(compute)
+
+
+def _attention_case(loaded: LoadedModel, cancel_scores: bool, generator: torch.Generator) -> _Case:
+    """Scores that are nothing but rounding, scaled up; or equal scores over values that cancel."""
+    shape, heads = loaded.kv_shape, loaded.num_heads
+    slots, kv_heads, dim = PAGE_SLOTS, shape.num_kv_heads, shape.head_dim
+    if cancel_scores:
+        query, key = _cancelling((heads, TILE_ROWS), (kv_heads, slots), dim, generator)
+        value = torch.randn(kv_heads, slots, dim, generator=generator)
+        scaling = 0.1 / torch.finfo(torch.promote_types(shape.dtype, torch.float32)).eps
+    else:
+        query, key = torch.zeros(heads, TILE_ROWS, dim), torch.randn(kv_heads, slots, dim, generator=generator)
+        half = torch.randn(kv_heads, slots // 2, dim, generator=generator)
+        value = torch.cat((half, -half), 1)[:, torch.randperm(slots, generator=generator)]
+        scaling = 1.0
+    like = torch.empty(0, dtype=shape.dtype, device=shape.device)
+    query, key, value = query.to(like), key.to(like), value.to(like)
+    mask = like.new_zeros(TILE_ROWS, slots)
+    mask[:, slots - 12 :] = float("-inf")
+
+    @torch.inference_mode()
+    def attend(index: Tensor, pages: int) -> Tensor:
+        longer = nn.functional.pad(mask, (0, (pages - 1) * slots), value=float("-inf"))
+        result = scaled_dot_product_attention(
+            query[None, :, index],
+            key[None].repeat(1, 1, pages, 1),
+            value[None].repeat(1, 1, pages, 1),
+            attn_mask=longer[index],
+            scale=scaling,
+            enable_gqa=heads != kv_heads,
+        )
+        return result[0].transpose(0, 1)
+
+    whole = torch.arange(TILE_ROWS)
+    if not torch.equal(attend(whole, 1), attend(whole, 2)):
+        raise ConfigError("deterministic mode does not hold: masked pages of KV change attention")
+    return _Case(lambda index: attend(index, 1))
+
+
+def _last_logits(runner: ModelRunner, token_ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
+    """Logits of the last eight tokens, computed in chunks of these sizes."""
     from moot.model.runner import SequenceInput
 
     cache = SequenceCache(KvPool(runner.pool.shape, PAGE_SLOTS))
