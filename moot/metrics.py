@@ -75,6 +75,10 @@ class Metrics:
         self.verify_batch_tokens = self._histogram("verify_batch_tokens", "Tokens in a forward pass.", COUNT_BUCKETS)
         self.forward_seconds = self._seconds("forward_seconds", "Forward pass and sampling of one step.")
         self.draft_seconds = self._seconds("draft_seconds", "Time to make the proposals of one batch.")
+        self.draft_ahead_answers = self._counter(
+            "draft_ahead_answers", "Proposals that were drafted before the ask came."
+        )
+        self.asks_dropped = self._counter("asks_dropped", "Asks a drafter did not draft for, and why.", "reason")
         self.prefix_cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self.num_sessions = self._gauge("num_sessions", "Open sessions of a verifier or drafter.")
