@@ -32,7 +32,8 @@ IDLE_CHECK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """`num_queued`: commands accepted and not yet answered. `step_counter` stands still only when nothing computes."""
+    """`num_queued`: commands accepted and not yet answered. `step_counter` grows per layer and tile, and at every look
+    of an idle compute thread for work: while it stands still the thread is stuck."""
 
     step_counter: int
     num_queued: int
@@ -64,6 +65,7 @@ class Engine:
         )
         self.serving = Serving(runner, self.info, config, self._intake, self.metrics, self._progress)
         self._step_counter = 0
+        self._progress_ns = time.monotonic_ns()
         self._on_death = on_death
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -95,6 +97,12 @@ class Engine:
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the compute thread runs and has shown progress within `stall_limit_s`; an idle one does, too."""
+        stalled_s = (time.monotonic_ns() - self._progress_ns) / 1e9
+        return self.is_running and stalled_s <= self.config.stall_limit_s
+
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
@@ -124,6 +132,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping:
+                self._progress()
                 if not self.step():
                     self._intake.wait(IDLE_CHECK_S)
             self._end_all(FailureCode.DRAINING, "this verifier is going away")
@@ -153,3 +162,4 @@ class Engine:
 
     def _progress(self) -> None:
         self._step_counter += 1
+        self._progress_ns = time.monotonic_ns()

@@ -1,0 +1,77 @@
+"""Builds a verifier from its config and serves it until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from importlib.metadata import version
+
+from moot.core.errors import ConfigError
+from moot.metrics import Metrics
+from moot.model.load import LoadedModel, load_model
+from moot.model.runner import ModelRunner
+from moot.rpc.server import GrpcServer, run_until_terminated, termination_event
+from moot.v1 import verifier_service_pb2_grpc as pb_grpc
+from services.verifier.capacity import kv_capacity_tokens
+from services.verifier.config import VerifierConfig
+from services.verifier.engine import Engine
+from services.verifier.servicer import VerifierServicer
+
+_log = logging.getLogger("moot.verifier")
+
+SERVICE = "moot.v1.VerifierService"
+
+
+def make_runner(config: VerifierConfig) -> ModelRunner:
+    """Load the target model. Raises ModelRefused, and ConfigError where deterministic mode is on and does not hold."""
+    loaded = load_model(config.model, config.device, config.dtype, config.revision, config.num_threads or None)
+    capacity = kv_capacity_tokens(config, loaded.kv_shape, loaded.info.context_limit)
+    if config.deterministic != "auto":
+        return ModelRunner(loaded, capacity, config.deterministic == "on")
+    return _automatic_runner(loaded, capacity)
+
+
+def _automatic_runner(loaded: LoadedModel, capacity: int) -> ModelRunner:
+    """Deterministic on a CPU where it holds."""
+    if loaded.kv_shape.device.type != "cpu":
+        return ModelRunner(loaded, capacity, False)
+    try:
+        return ModelRunner(loaded, capacity, True)
+    except ConfigError as error:
+        _log.warning("natural mode: %s", error)
+        return ModelRunner(loaded, capacity, False)
+
+
+async def serve(config: VerifierConfig) -> int:
+    """Serve until SIGTERM. Returns the exit status: 1 when the compute thread could not go on."""
+    metrics = Metrics()
+    metrics.build_info.labels(version=version("moot"), service="verifier").set(1)
+    terminated, loop, died = termination_event(), asyncio.get_running_loop(), []
+
+    def on_death() -> None:
+        died.append(True)
+        loop.call_soon_threadsafe(terminated.set)
+
+    runner = await asyncio.to_thread(make_runner, config)
+    engine = Engine(runner, config, metrics, on_death)
+    servicer = VerifierServicer(engine, config)
+    server = GrpcServer(config.link, (SERVICE,))
+    pb_grpc.add_VerifierServiceServicer_to_server(servicer, server.server)
+    _log.info("model loaded", extra={"model": engine.info.model, "deterministic": runner.deterministic})
+    engine.start()
+    try:
+        await run_until_terminated(
+            server,
+            metrics,
+            host=config.host,
+            port=config.port,
+            metrics_port=config.metrics_port,
+            ready_file=config.ready_file,
+            drain=servicer.drain,
+            drain_grace_s=config.drain_grace_s,
+            alive=lambda: engine.is_alive,
+            terminated=terminated,
+        )
+    finally:
+        await asyncio.to_thread(engine.stop)
+    return 1 if died else 0
