@@ -24,6 +24,10 @@ class GenerationRequest:
     output_token_ids: tuple[int, ...] = ()
     """Already committed (a resumed request)."""
     body_fingerprint: str = ""
+    stop_strings: tuple[str, ...] = ()
+    """For the record only: the assembler acts on them."""
+    epoch: int = 0
+    """0: a new request, whose record is written first. Else the epoch under which its record was claimed."""
 
 
 @dataclass(frozen=True, slots=True)

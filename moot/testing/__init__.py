@@ -1,0 +1,25 @@
+"""Public fakes that speak the real wire, so that code on top of Moot is tested against servers and not against mocks.
+
+`ScriptedVerifier` and `ScriptedDrafter` are gRPC servers on loopback whose tokens are a pure function of the prefix
+(`ScriptedText`) and which fail as they are told; `TcpProxy` breaks the network between two ends; `byte_tokenizer` needs
+no file; `InProcessServer` serves any servicer. No torch, no cluster.
+"""
+
+from moot.testing.drafter import Manner, ScriptedDrafter
+from moot.testing.proxy import TcpProxy
+from moot.testing.server import InProcessServer
+from moot.testing.text import ScriptedText
+from moot.testing.tokenizer import END_TOKEN_ID, byte_tokenizer
+from moot.testing.verifier import ScriptedVerifier, scripted_logprobs
+
+__all__ = [
+    "END_TOKEN_ID",
+    "InProcessServer",
+    "Manner",
+    "ScriptedDrafter",
+    "ScriptedText",
+    "ScriptedVerifier",
+    "TcpProxy",
+    "byte_tokenizer",
+    "scripted_logprobs",
+]

@@ -1,0 +1,353 @@
+"""A verifier without a model that speaks the real wire, and can be told to fail in every way a real one can."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc.aio
+
+from moot.core.acceptance import walk
+from moot.core.errors import SessionError
+from moot.core.types import Draft, ModelInfo, SamplingParams, TokenLogprobs, Verification
+from moot.rpc import convert
+from moot.rpc.frames import FrameQueue
+from moot.rpc.link import STREAM_ERRORS, LinkConfig
+from moot.testing.server import InProcessServer
+from moot.testing.text import ScriptedText
+from moot.v1 import verifier_service_pb2 as pb
+from moot.v1 import verifier_service_pb2_grpc
+
+
+@dataclass(slots=True)
+class _Session:
+    request_id: str
+    prefix: list[int]
+    num_prompt: int
+    params: SamplingParams
+    num_top_candidates: int
+    round_index: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    answers: FrameQueue[pb.VerifyAnswer]
+    sessions: dict[int, _Session] = field(default_factory=dict)
+
+
+class ScriptedVerifier:
+    """Serves `text` on loopback. Public attributes may be changed while it runs.
+
+    `step_s` and `step_per_token_s`: what a step costs, in seconds. `kill_on`: request ids whose next step takes the
+    whole verifier down; `poison`, `refuse_capacity`, `forget`: request ids that fail by themselves at their next
+    command. `double_answers`: every answer is sent twice; `stale_answers`: before every answer one of another round.
+    """
+
+    def __init__(
+        self,
+        text: ScriptedText | None = None,
+        *,
+        tokenizer_fingerprint: str = "scripted",
+        model: str = "scripted",
+        numerics_fingerprint: str = "scripted-numerics",
+        context_limit: int = 8192,
+        max_num_seqs: int = 32,
+        max_draft_tokens: int = 64,
+        link: LinkConfig | None = None,
+    ) -> None:
+        self.text = text or ScriptedText()
+        self.info = ModelInfo(
+            model, "1", tokenizer_fingerprint, self.text.vocab_size, context_limit, self.text.end_token_ids
+        )
+        self.numerics_fingerprint = numerics_fingerprint
+        self.max_num_seqs = max_num_seqs
+        self.max_draft_tokens = max_draft_tokens
+        self.step_s = 0.0
+        self.step_per_token_s = 0.0
+        self.kill_on: set[str] = set()
+        self.poison: set[str] = set()
+        self.refuse_capacity: set[str] = set()
+        self.forget: set[str] = set()
+        self.double_answers = False
+        self.stale_answers = False
+        self.answer_heartbeats = True
+        self.counts: Counter[str] = Counter()
+        """Commands seen by name: opens, verifies, finishes, aborts, streams."""
+        self.largest_batch = 0
+        self.largest_queue = 0
+        self._server = InProcessServer(
+            lambda server: verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server(_Servicer(self), server),
+            link,
+        )
+        self._streams: set[_Stream] = set()
+        self._queue: deque[tuple[_Stream, pb.VerifyCommand]] = deque()
+        self._work = asyncio.Event()
+        self._running = asyncio.Event()
+        self._running.set()
+        self._step_counter = 0
+        self._num_computing = 0
+        self._engine: asyncio.Task[None] | None = None
+        self._killing: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    @property
+    def num_sessions(self) -> int:
+        return sum(len(stream.sessions) for stream in self._streams)
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    async def start(self) -> None:
+        """Also after `kill`: again on the same port, with nothing in memory."""
+        await self._server.start()
+        self._engine = asyncio.create_task(self._run())
+
+    async def kill(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.cancel()
+            await asyncio.gather(engine, return_exceptions=True)
+        self._queue.clear()
+        self._num_computing = 0
+        await self._server.kill()
+
+    def freeze(self) -> None:
+        """The compute thread stands still; the event loop goes on answering heartbeats."""
+        self._running.clear()
+
+    def thaw(self) -> None:
+        self._running.set()
+
+    def drain(self) -> None:
+        """Tell every peer to move its sessions."""
+        for stream in self._streams:
+            stream.answers.put(pb.VerifyAnswer(drain=pb.Drain(grace_ms=1000)))
+
+    def break_streams(self) -> None:
+        """Every stream ends from this side; the process lives on."""
+        for stream in self._streams:
+            stream.answers.close()
+
+    async def __aenter__(self) -> ScriptedVerifier:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.kill()
+        if self._killing is not None:
+            await self._killing
+
+    def take(self, stream: _Stream, command: pb.VerifyCommand) -> None:
+        """One command off the wire."""
+        kind = command.WhichOneof("command")
+        if kind == "heartbeat":
+            if self.answer_heartbeats:
+                queued = len(self._queue) + self._num_computing
+                beat = pb.Heartbeat(
+                    step_counter=self._step_counter, num_queued=queued, num_sessions=len(stream.sessions)
+                )
+                stream.answers.put(pb.VerifyAnswer(heartbeat=beat))
+            return
+        self.counts[str(kind)] += 1
+        if kind in ("finish", "abort"):
+            stream.sessions.pop(command.session_id, None)
+            return
+        self._queue.append((stream, command))
+        self.largest_queue = max(self.largest_queue, len(self._queue))
+        self._work.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._work.wait()
+            # Commands that arrive in the same turn of the loop share a step, as in a real scheduler.
+            await asyncio.sleep(0)
+            batch = [self._queue.popleft() for _ in range(min(len(self._queue), self.max_num_seqs))]
+            if not self._queue:
+                self._work.clear()
+            if not batch:
+                continue
+            self._num_computing = len(batch)
+            self.largest_batch = max(self.largest_batch, len(batch))
+            num_tokens = sum(1 + len(command.verify.draft_token_ids) for _, command in batch)
+            await self._running.wait()
+            await asyncio.sleep(self.step_s + self.step_per_token_s * num_tokens)
+            await self._running.wait()
+            self._step_counter += 1
+            self._num_computing = 0
+            for stream, command in batch:
+                if self._kills(stream, command):
+                    self._killing = asyncio.create_task(self.kill())
+                    return
+                for answer in self._answers(stream, command, len(batch), num_tokens):
+                    stream.answers.put(answer)
+
+    def _kills(self, stream: _Stream, command: pb.VerifyCommand) -> bool:
+        session = stream.sessions.get(command.session_id)
+        return (command.open.request_id or (session.request_id if session else "")) in self.kill_on
+
+    def _answers(
+        self, stream: _Stream, command: pb.VerifyCommand, batch_requests: int, batch_tokens: int
+    ) -> list[pb.VerifyAnswer]:
+        if stream not in self._streams:
+            return []
+        answer = pb.VerifyAnswer(session_id=command.session_id)
+        timing = pb.StepTiming(
+            forward_us=round(1e6 * (self.step_s + self.step_per_token_s * batch_tokens)),
+            batch_requests=batch_requests,
+            batch_tokens=batch_tokens,
+        )
+        try:
+            if command.WhichOneof("command") == "open":
+                answer.opened.CopyFrom(convert.opened_to_pb(self._open(stream, command)))
+                answer.opened.timing.CopyFrom(timing)
+            else:
+                verified = convert.verified_to_pb(self._verify(stream, command), command.verify.round_index)
+                answer.verified.CopyFrom(verified)
+                answer.verified.timing.CopyFrom(timing)
+        except _Failure as failure:
+            stream.sessions.pop(command.session_id, None)
+            answer.failed.code = failure.code
+            answer.failed.message = str(failure)
+            answer.failed.round_index = command.verify.round_index
+        answers = [answer]
+        if self.stale_answers and answer.HasField("verified"):
+            stale = pb.VerifyAnswer()
+            stale.CopyFrom(answer)
+            stale.verified.round_index += 1
+            unknown = pb.VerifyAnswer()
+            unknown.CopyFrom(answer)
+            unknown.session_id += 1 << 62
+            answers = [stale, unknown, answer]
+        return [*answers, answer] if self.double_answers else answers
+
+    def _open(self, stream: _Stream, command: pb.VerifyCommand) -> Verification:
+        opening = command.open
+        self._fail_on_purpose(opening.request_id)
+        prefix = [*opening.prompt_token_ids, *opening.output_token_ids]
+        params = convert.sampling_from_pb(opening.sampling)
+        if len(prefix) >= self.info.context_limit:
+            raise _Failure(pb.SessionFailed.CODE_INVALID, "the prefix does not fit the context")
+        session = _Session(
+            opening.request_id, prefix, len(opening.prompt_token_ids), params, opening.num_top_candidates
+        )
+        stream.sessions[command.session_id] = session
+        return self._advance(stream, command.session_id, session, Draft())
+
+    def _verify(self, stream: _Stream, command: pb.VerifyCommand) -> Verification:
+        session = stream.sessions.get(command.session_id)
+        if session is None:
+            raise _Failure(pb.SessionFailed.CODE_UNKNOWN_SESSION, "no such session")
+        self._fail_on_purpose(session.request_id)
+        message = command.verify
+        if message.base_length != len(session.prefix) or message.round_index <= session.round_index:
+            raise _Failure(pb.SessionFailed.CODE_INVALID, "base_length or round_index do not fit the session")
+        draft = convert.draft_from_pb(message)
+        if len(draft) > self.max_draft_tokens or any(token >= self.info.vocab_size for token in draft.token_ids):
+            raise _Failure(pb.SessionFailed.CODE_INVALID, "the draft is too long or leaves the vocabulary")
+        session.round_index = message.round_index
+        return self._advance(stream, command.session_id, session, draft)
+
+    def _advance(self, stream: _Stream, session_id: int, session: _Session, draft: Draft) -> Verification:
+        text, params, base = self.text, session.params, len(session.prefix)
+        num_output, tail = base - session.num_prompt, tuple(session.prefix[-4:])
+        result = walk(
+            draft,
+            lambda node, path: text.token_at(base + len(path), (tail + path)[-4:], num_output + len(path), params),
+            lambda token, count: text.is_end(token, num_output + count, params),
+            min(params.max_tokens - num_output, self.info.context_limit - base),
+        )
+        session.prefix.extend(result.output_token_ids)
+        if result.finish is not None:
+            stream.sessions.pop(session_id, None)
+        verification = Verification(
+            base_length=base,
+            num_accepted=result.num_accepted,
+            output_token_ids=result.output_token_ids,
+            finish_reason=result.finish,
+        )
+        if params.logprobs is not None:
+            entries = tuple(scripted_logprobs(base + i, t) for i, t in enumerate(result.output_token_ids))
+            verification = replace(verification, logprobs=entries)
+        if session.num_top_candidates:
+            width, size = session.num_top_candidates, self.info.vocab_size
+            rows = tuple(tuple((token + i) % size for i in range(width)) for token in result.output_token_ids)
+            verification = replace(verification, top_candidates=rows)
+        return verification
+
+    def _fail_on_purpose(self, request_id: str) -> None:
+        if request_id in self.poison:
+            raise _Failure(pb.SessionFailed.CODE_POISONED, "the model's numbers are not finite for this request")
+        if request_id in self.refuse_capacity:
+            raise _Failure(pb.SessionFailed.CODE_NO_CAPACITY, "no room for another sequence")
+        if request_id in self.forget:
+            self.forget.discard(request_id)
+            raise _Failure(pb.SessionFailed.CODE_UNKNOWN_SESSION, "no such session")
+
+    def enter(self, stream: _Stream) -> None:
+        self._streams.add(stream)
+        self.counts["streams"] += 1
+
+    def leave(self, stream: _Stream) -> None:
+        self._streams.discard(stream)
+        stream.sessions.clear()
+        stream.answers.close()
+
+
+def scripted_logprobs(position: int, token: int) -> TokenLogprobs:
+    """What the scripted verifier reports for `token` at `position` of prompt + output: exact in float32."""
+    return TokenLogprobs(-(token + 1) / 256, 1 + position % 7, ((token, -(token + 1) / 256),))
+
+
+class _Failure(SessionError):
+    def __init__(self, code: pb.SessionFailed.Code.ValueType, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class _Servicer(verifier_service_pb2_grpc.VerifierServiceServicer):
+    def __init__(self, verifier: ScriptedVerifier) -> None:
+        self._verifier = verifier
+
+    async def Describe(
+        self, request: pb.DescribeVerifierRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DescribeVerifierResponse:
+        verifier = self._verifier
+        return pb.DescribeVerifierResponse(
+            model=convert.model_info_to_pb(verifier.info),
+            kv_capacity_tokens=1 << 20,
+            numerics_fingerprint=verifier.numerics_fingerprint,
+            max_num_seqs=verifier.max_num_seqs,
+            max_draft_tokens=verifier.max_draft_tokens,
+            deterministic=True,
+        )
+
+    async def Verify(
+        self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.VerifyResponse]:
+        stream = _Stream(FrameQueue())
+        self._verifier.enter(stream)
+
+        async def read() -> None:
+            try:
+                async for request in request_iterator:
+                    for command in request.commands:
+                        self._verifier.take(stream, command)
+            except STREAM_ERRORS:
+                pass  # the peer is gone, which the end of the answers shows as well
+            finally:
+                stream.answers.close()
+
+        reader = asyncio.create_task(read())
+        try:
+            while answers := await stream.answers.next_frame():
+                yield pb.VerifyResponse(answers=answers)
+        finally:
+            reader.cancel()
+            self._verifier.leave(stream)

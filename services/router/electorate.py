@@ -1,0 +1,206 @@
+"""Who votes: the drafters that requests may use, what is known of each, and one request's dealings with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moot.core.errors import InvalidRequest
+from moot.core.generation import Advance, Generation
+from moot.core.policy import Plan, PoolPolicy, RequestPolicy
+from moot.core.types import Draft, Proposal, Verification
+from moot.core.voting import VoteResult, validate_proposal
+from moot.metrics import Metrics
+from services.router.ports import BallotBox, Drafter, DrafterSource, Prefix, known_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BallotPolicy:
+    """How long a round waits for proposals. Seconds, from the moment the drafters are asked."""
+
+    soft_deadline_s: float = 0.05
+    hard_deadline_s: float = 0.25
+    quorum: float = 0.5
+    """Share of the drafters asked that suffices once the soft deadline has passed, 0 to 1."""
+    width: int = 1
+    """Proposals that a drafter may make at most."""
+    num_top_candidates: int = 8
+    """Asked of the verifier where a drafter of the request lives from them."""
+
+
+class Electorate:
+    """All drafters of this router. `sources` may change while requests run; a request keeps those it started with."""
+
+    def __init__(self, policy: PoolPolicy, ballots: BallotPolicy, metrics: Metrics) -> None:
+        self.policy = policy
+        self.ballots = ballots
+        self.metrics = metrics
+        self.sources: dict[str, DrafterSource] = {}
+
+    @property
+    def drafter_ids(self) -> frozenset[str]:
+        return frozenset(self.sources)
+
+    def open(self, prefix: Prefix, names: tuple[str, ...] | None, num_speculative_tokens: int | None) -> Voters:
+        """The drafters of one request. Raises InvalidRequest for a name that there is not."""
+        if names is None:
+            chosen = list(self.sources.values())
+        else:
+            unknown = sorted(set(names) - set(self.sources))
+            if unknown:
+                raise InvalidRequest(
+                    f"no drafter {', '.join(unknown)}; there is {known_ids(self.sources.values())}", "drafters"
+                )
+            chosen = [self.sources[name] for name in dict.fromkeys(names)]
+        if num_speculative_tokens == 0:
+            chosen = []
+        policy = self.policy.open([source.drafter_id for source in chosen], num_speculative_tokens)
+        return Voters(self, prefix, chosen, names, policy)
+
+    def publish_weights(self) -> None:
+        """The weights that the next request starts from."""
+        for drafter_id, weight in self.policy.pool_weights.numbers.items():
+            self.metrics.drafter_weight.labels(drafter_id).set(weight)
+
+
+class Voters:
+    """One request's drafters and its policy: plan, ask, collect, vote, learn, end."""
+
+    def __init__(
+        self,
+        electorate: Electorate,
+        prefix: Prefix,
+        sources: list[DrafterSource],
+        names: tuple[str, ...] | None,
+        policy: RequestPolicy,
+    ) -> None:
+        self._electorate = electorate
+        self._metrics = electorate.metrics
+        self._ballots = electorate.ballots
+        self._names = names
+        self._policy = policy
+        self._drafters: list[Drafter] = [source.drafter(prefix) for source in sources]
+        self._inside: tuple[Proposal, ...] = ()
+        self._loop = asyncio.get_running_loop()
+        self._asked_at = 0.0
+        self.num_top_candidates = 0
+        if any(source.wants_top_candidates for source in sources):
+            self.num_top_candidates = self._ballots.num_top_candidates
+
+    def prepare(self) -> None:
+        for drafter in self._drafters:
+            drafter.prepare()
+
+    def plan(self, generation: Generation, context_limit: int, max_draft_tokens: int) -> Plan:
+        """What the next round may spend; `max_draft_tokens`: what the verifier takes."""
+        plan = self._policy.plan(generation, context_limit)
+        if not self._drafters and not self._inside:
+            return Plan(0, 0)
+        if plan.max_draft_tokens > max_draft_tokens:
+            return Plan(plan.num_speculative_tokens, max_draft_tokens, plan.value, plan.cost)
+        return plan
+
+    def ask(self, plan: Plan) -> BallotBox:
+        """Ask every drafter; the answers come into the box."""
+        self._asked_at = self._loop.time()
+        ballots = self._ballots
+        box = BallotBox(
+            self._loop, soft_s=ballots.soft_deadline_s, hard_s=ballots.hard_deadline_s, quorum=ballots.quorum
+        )
+        if plan.num_speculative_tokens:
+            for drafter in self._drafters:
+                drafter.ask(box, plan.num_speculative_tokens, ballots.width)
+        return box
+
+    async def collect(self, box: BallotBox, plan: Plan, vocab_size: int) -> list[Proposal]:
+        """The proposals that may vote, once the box has closed; every other one is dropped and counted."""
+        for drafter in await box.close():
+            drafter.missed()
+        valid: list[Proposal] = []
+        for drafter, proposals in box.proposals:
+            reason = "too_many" if len(proposals) > self._ballots.width else None
+            for proposal in proposals[: self._ballots.width]:
+                fault = validate_proposal(proposal, vocab_size, plan.num_speculative_tokens)
+                if fault is None:
+                    valid.append(proposal)
+                reason = reason or fault
+            if reason is None:
+                drafter.answered()
+            else:
+                drafter.malformed(reason)
+        return valid + self._from_inside(plan, vocab_size)
+
+    def vote(self, plan: Plan, proposals: list[Proposal]) -> VoteResult:
+        result = self._policy.vote(plan, proposals)
+        metrics = self._metrics
+        metrics.speculation_length.observe(plan.num_speculative_tokens)
+        if result.agreement_ratio is not None:
+            metrics.vote_agreement_ratio.observe(result.agreement_ratio)
+        return result
+
+    @property
+    def draft_seconds(self) -> float:
+        """Since the drafters were asked."""
+        return self._loop.time() - self._asked_at
+
+    def learn(
+        self, plan: Plan, result: VoteResult, advance: Advance, verification: Verification, draft_seconds: float
+    ) -> None:
+        self._inside = verification.proposals
+        self._policy.learn(plan, result, advance, verification, draft_seconds)
+
+    def forget_inside(self) -> None:
+        """The request has moved: what drafters inside the old verifier proposed is of another place."""
+        self._inside = ()
+
+    def end(self, *, aborted: bool) -> None:
+        for drafter in self._drafters:
+            drafter.end(aborted=aborted)
+        self._policy.close()
+        self._electorate.publish_weights()
+
+    def _from_inside(self, plan: Plan, vocab_size: int) -> list[Proposal]:
+        """Proposals of drafters inside the verifier, which came with its last answer."""
+        valid: list[Proposal] = []
+        if not plan.num_speculative_tokens:
+            return valid
+        for proposal in self._inside:
+            if self._names is not None and proposal.drafter_id not in self._names:
+                continue
+            cut = plan.num_speculative_tokens
+            if len(proposal.token_ids) > cut:
+                # It was made before K was known.
+                proposal = Proposal(proposal.drafter_id, proposal.token_ids[:cut], proposal.confidences[:cut])
+            reason = validate_proposal(proposal, vocab_size, cut)
+            if reason is None:
+                valid.append(proposal)
+            else:
+                self._metrics.proposals_dropped.labels(proposal.drafter_id, reason).inc()
+        return valid
+
+
+def count_round(
+    metrics: Metrics, draft: Draft, advance: Advance, before: Mapping[str, tuple[int, int, int]], generation: Generation
+) -> None:
+    """Move the counters by exactly what `generation` gained in this round; `before`: its drafters' counts before."""
+    metrics.rounds.inc()
+    metrics.draft_tokens.inc(len(draft))
+    metrics.accepted_tokens.inc(advance.num_accepted)
+    for depth in range(advance.num_accepted):
+        metrics.accepted_tokens_per_position.labels(str(depth)).inc()
+    for drafter_id, count in generation.drafters.items():
+        proposed, accepted, won = before.get(drafter_id, (0, 0, 0))
+        if count.num_proposed_tokens > proposed:
+            metrics.proposal_tokens.labels(drafter_id).inc(count.num_proposed_tokens - proposed)
+        if count.num_accepted_tokens > accepted:
+            metrics.proposals_accepted_tokens.labels(drafter_id).inc(count.num_accepted_tokens - accepted)
+        if count.num_votes_won > won:
+            metrics.votes_won.labels(drafter_id).inc(count.num_votes_won - won)
+
+
+def drafter_counts(generation: Generation) -> dict[str, tuple[int, int, int]]:
+    return {
+        drafter_id: (count.num_proposed_tokens, count.num_accepted_tokens, count.num_votes_won)
+        for drafter_id, count in generation.drafters.items()
+    }

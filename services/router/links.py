@@ -1,0 +1,197 @@
+"""One peer address: connect, ask what stands behind it, keep one stream, and begin again when it breaks.
+
+    connecting ──► ready ◄──► ejected            struck three times; comes back by itself
+        ▲            │  └──► draining            the peer goes away: nothing new is opened there
+        │            ▼
+       lost ◄── any of them                      backoff with jitter, then connecting
+     refused                                     another tokenizer or model: asked again, ever more rarely
+
+What is specific to drafters and verifiers (messages, sessions) is in the subclasses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+import grpc.aio
+
+from moot.core.errors import PeerLost, PeerRefused
+from moot.rpc.frames import FrameQueue, FrameQueueFull
+from moot.rpc.link import STREAM_ERRORS, LinkConfig, open_channel
+
+_log = logging.getLogger("moot.router.links")
+
+CommandT = TypeVar("CommandT")
+
+
+class PeerState(Enum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    EJECTED = "ejected"
+    DRAINING = "draining"
+    REFUSED = "refused"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPolicy:
+    """How a link lives; durations in seconds."""
+
+    link: LinkConfig = field(default_factory=LinkConfig)
+    backoff_min_s: float = 0.1
+    backoff_max_s: float = 5.0
+    refused_retry_s: float = 10.0
+    max_queued_commands: int = 8192
+
+
+_session_ids = itertools.count(secrets.randbits(31) << 32 | 1)
+
+
+def new_session_id() -> int:
+    """Never used before by this process, and hardly by another one: an answer to an old session matches nothing."""
+    return next(_session_ids)
+
+
+class PeerLink(ABC, Generic[CommandT]):
+    """`on_state` is called after every change of state. All methods belong to one event loop."""
+
+    role: str
+
+    def __init__(self, address: str, policy: LinkPolicy, on_state: Callable[[], None]) -> None:
+        self.address = address
+        self.state = PeerState.CONNECTING
+        self.refusal: str | None = None
+        self._policy = policy
+        self._on_state = on_state
+        self._queue: FrameQueue[CommandT] | None = None
+        self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._live(), name=f"{self.role} {self.address}")
+
+    async def stop(self) -> None:
+        """End the stream and everything that waits on it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is PeerState.READY
+
+    @property
+    @abstractmethod
+    def load(self) -> int:
+        """Sessions open here."""
+
+    @abstractmethod
+    async def _describe(self, channel: grpc.aio.Channel) -> None:
+        """Ask what stands there and remember it. Raises PeerRefused when it must not be used."""
+
+    @abstractmethod
+    def _open_stream(
+        self, channel: grpc.aio.Channel, frames: AsyncIterator[Any]
+    ) -> grpc.aio.StreamStreamCall[Any, Any]: ...
+
+    @abstractmethod
+    def _frame(self, commands: list[CommandT]) -> Any:
+        """One request message of these commands."""
+
+    @abstractmethod
+    def _dispatch(self, response: Any) -> None:
+        """Hand the answers of one frame to the sessions. Raises PeerLost when the stream makes no sense any more."""
+
+    @abstractmethod
+    def _lost(self, reason: str) -> None:
+        """The stream is gone: tell every session, and forget them all."""
+
+    def send(self, command: CommandT) -> None:
+        """Queue a command. Raises PeerLost when there is no stream or the peer does not take what is queued."""
+        if self._queue is None:
+            raise PeerLost(f"{self.role} {self.address} is not connected")
+        try:
+            self._queue.put(command)
+        except FrameQueueFull as error:
+            self.break_stream("does not take what is queued")
+            raise PeerLost(f"{self.role} {self.address} does not take what is queued") from error
+
+    def break_stream(self, reason: str) -> None:
+        """Give the stream up; sessions hear of it at once, and the link begins anew."""
+        self._close_stream(reason)
+
+    def _set_state(self, state: PeerState) -> None:
+        if state is not self.state:
+            _log.info("peer", extra={"role": self.role, "address": self.address, "state": state.value})
+            self.state = state
+            self._on_state()
+
+    async def _live(self) -> None:
+        failures = 0
+        try:
+            while True:
+                pause = self._policy.backoff_max_s
+                try:
+                    async with open_channel(self.address, self._policy.link) as channel:
+                        self._set_state(PeerState.CONNECTING)
+                        await asyncio.wait_for(self._describe(channel), self._policy.link.describe_timeout_ms / 1000)
+                        self.refusal = None
+                        failures = 0
+                        await self._run_stream(channel)
+                except PeerRefused as error:
+                    self.refusal = str(error)
+                    _log.error("peer refused", extra={"address": self.address, "reason": self.refusal})
+                    self._set_state(PeerState.REFUSED)
+                    pause = self._policy.refused_retry_s
+                except (*STREAM_ERRORS, OSError, TimeoutError, PeerLost) as error:
+                    _log.debug("peer lost", extra={"address": self.address, "reason": type(error).__name__})
+                if self.state is not PeerState.REFUSED:
+                    self._set_state(PeerState.LOST)
+                    pause = min(pause, self._policy.backoff_min_s * 2.0 ** min(failures, 16))
+                failures += 1
+                # Half of it at random: replicas of the router must not come back all at once.
+                await asyncio.sleep(pause * (0.5 + random.random() / 2))
+        finally:
+            self._close_stream("the router stops")
+
+    async def _run_stream(self, channel: grpc.aio.Channel) -> None:
+        queue: FrameQueue[CommandT] = FrameQueue(self._policy.max_queued_commands)
+        call = self._open_stream(channel, self._write(queue))
+        self._queue, self._call = queue, call
+        self._set_state(PeerState.READY)
+        reason = "the peer ended the stream"
+        try:
+            async for response in call:
+                self._dispatch(response)
+        except (*STREAM_ERRORS, PeerLost) as error:
+            reason = str(error) if isinstance(error, PeerLost) else f"the stream broke ({type(error).__name__})"
+        except asyncio.CancelledError:
+            # Reading a call that break_stream has cancelled raises this too; only a cancelled link may end here.
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]  # inside a task by construction
+                raise
+        finally:
+            if self._call is call:
+                self._close_stream(reason)
+
+    async def _write(self, queue: FrameQueue[CommandT]) -> AsyncIterator[Any]:
+        while commands := await queue.next_frame():
+            yield self._frame(commands)
+
+    def _close_stream(self, reason: str) -> None:
+        call, queue, self._call, self._queue = self._call, self._queue, None, None
+        if queue is not None:
+            queue.close()
+        if call is not None:
+            call.cancel()
+            self._set_state(PeerState.LOST)
+            self._lost(reason)

@@ -1,0 +1,277 @@
+"""The target of a request, wherever it runs: choosing a verifier, moving to another one, bounded waits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from moot.core.errors import (
+    Draining,
+    MootError,
+    NoCapacity,
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    RequestPoisoned,
+    UnknownSession,
+)
+from moot.core.types import Draft, ModelInfo, Verification
+from moot.metrics import Metrics
+from services.router.links import LinkPolicy
+from services.router.ports import Prefix
+from services.router.verifiers import TargetPolicy, VerifierFacts, VerifierLink, VerifySession
+
+_log = logging.getLogger("moot.router.verifiers")
+
+
+class VerifierPool:
+    """All verifiers of the served model. `fingerprint`: of the router's tokenizer, which theirs must equal."""
+
+    def __init__(
+        self,
+        policy: LinkPolicy,
+        target_policy: TargetPolicy,
+        fingerprint: str,
+        metrics: Metrics,
+        on_state: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.links: dict[str, VerifierLink] = {}
+        self.policy = target_policy
+        self.metrics = metrics
+        self.info: ModelInfo | None = None
+        """Of the first verifier that was admitted; every later one must show the same model."""
+        self._link_policy = policy
+        self._fingerprint = fingerprint
+        self._told = on_state
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    @property
+    def is_available(self) -> bool:
+        return any(link.is_ready for link in self.links.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the target's tokenizer; empty until a verifier was admitted."""
+        return self.info.tokenizer_fingerprint if self.info else ""
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return min((link.facts.max_draft_tokens for link in self.links.values() if link.facts), default=0)
+
+    @property
+    def context_limit(self) -> int:
+        return min((link.facts.info.context_limit for link in self.links.values() if link.facts), default=0)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.info.vocab_size if self.info else 0
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        return self.info.end_token_ids if self.info else frozenset()
+
+    def target(self, prefix: Prefix, num_top_candidates: int) -> MovingTarget:
+        return MovingTarget(self, prefix, num_top_candidates)
+
+    async def set_addresses(self, addresses: Iterable[str]) -> None:
+        wanted = set(addresses)
+        gone = [self.links.pop(address) for address in set(self.links) - wanted]
+        for address in sorted(wanted - set(self.links)):
+            link = self.links[address] = VerifierLink(
+                address, self._link_policy, self.policy, self._admit, self.metrics, self._on_state
+            )
+            link.start()
+        await asyncio.gather(*(link.stop() for link in gone))
+        if gone:
+            self._on_state()
+
+    async def choose(self, numerics: str, avoid: set[VerifierLink], deadline: float) -> VerifierLink:
+        """The least loaded verifier, one with these numerics if there is one; waits until `deadline` (loop time).
+
+        `avoid`: those that had no capacity a moment ago; empty again when nobody else is left. Raises NoCapacity.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            ready = [link for link in self.links.values() if link.is_ready and link not in avoid]
+            if ready:
+                return min(ready, key=lambda link: (_numerics(link) != numerics, link.load))
+            now = loop.time()
+            if now >= deadline:
+                words = "is full" if avoid else "can be reached"
+                raise NoCapacity(
+                    f"no verifier {'has room' if avoid else words}", retry_after_s=self.policy.retry_after_s
+                )
+            pause = min(deadline - now, self.policy.capacity_retry_s) if avoid else deadline - now
+            await self._changed(pause)
+            avoid.clear()
+
+    async def _changed(self, timeout_s: float) -> None:
+        """Until some link changes its state, at most `timeout_s`."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiters.add(waiter)
+        timer = loop.call_later(timeout_s, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiters.discard(waiter)
+
+    def _on_state(self) -> None:
+        for waiter in self._waiters:
+            _wake(waiter)
+        self._told()
+
+    def _admit(self, address: str, facts: VerifierFacts) -> None:
+        info = facts.info
+        if info.tokenizer_fingerprint != self._fingerprint:
+            raise PeerRefused(
+                f"verifier at {address} has tokenizer {info.tokenizer_fingerprint}, the router {self._fingerprint}"
+            )
+        known = self.info
+        if known is None:
+            self.info = info
+        elif (info.model, info.revision, info.vocab_size) != (known.model, known.revision, known.vocab_size):
+            raise PeerRefused(
+                f"verifier at {address} runs {info.model} {info.revision}, the others {known.model} {known.revision} "
+                f"(tokenizers {info.tokenizer_fingerprint} and {known.tokenizer_fingerprint})"
+            )
+
+
+def _numerics(link: VerifierLink) -> str:
+    return link.facts.numerics_fingerprint if link.facts else ""
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class MovingTarget:
+    """The `Target` port of one request.
+
+    A move opens prompt + committed output on another verifier, which answers with the next token: the same one that
+    the lost verifier would have sent. A request that waited for an answer when its verifier died is on probation: it
+    shares the next verifier's losses with no other such request, so that the one that kills is told from its
+    neighbours. The second verifier that it kills convicts it.
+    """
+
+    def __init__(self, pool: VerifierPool, prefix: Prefix, num_top_candidates: int) -> None:
+        self._pool = pool
+        self._prefix = prefix
+        self._num_top_candidates = num_top_candidates
+        self._session: VerifySession | None = None
+        self._numerics = ""
+        self._num_moves = 0
+        self._num_kills = 0
+        self._probation: asyncio.Lock | None = None
+
+    async def open(self) -> Verification:
+        return await self._place()
+
+    async def room(self) -> None:
+        session = self._session
+        if session is not None and session.is_alive:
+            await session.link.pool.reserve(session.session_id, self._pool.policy.verify_timeout_s)
+
+    async def verify(self, draft: Draft) -> tuple[Verification, bool]:
+        await self.room()
+        session = self._session
+        if session is None or not session.is_alive:
+            self._leave(PeerLost("lost between two rounds"), was_computing=False)
+        elif not session.link.is_ready:
+            self._leave(Draining("the verifier goes away"), was_computing=False)
+        else:
+            try:
+                session.verify(draft, len(self._prefix), self._pool.policy.verify_timeout_s)
+                verification = await session.answer()
+            except (PeerError, UnknownSession, NoCapacity) as error:
+                self._leave(error, was_computing=True)
+            else:
+                self._acquit()
+                return verification, False
+        return await self._place(), True
+
+    def end(self, *, aborted: bool) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.link.end(session, aborted=aborted)
+        self._release()
+
+    async def _place(self) -> Verification:
+        """Open on some verifier; again on another one while they are lost, within the bounds."""
+        pool, policy = self._pool, self._pool.policy
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + policy.no_verifier_wait_s
+        full: set[VerifierLink] = set()
+        while True:
+            link = await pool.choose(self._numerics, full, deadline)
+            if self._num_kills and not await self._on_probation(link):
+                continue
+            try:
+                self._session = link.open(self._prefix, self._num_top_candidates)
+                verification = await self._session.answer()
+            except NoCapacity as error:
+                if not isinstance(error, Draining):
+                    full.add(link)
+                self._session = None
+                self._release()
+            except PeerError as error:
+                self._leave(error, was_computing=True)
+                deadline = loop.time() + policy.no_verifier_wait_s
+            else:
+                if self._numerics and self._numerics != _numerics(link):
+                    pool.metrics.request_moves.labels("other_numerics").inc()
+                self._numerics = _numerics(link)
+                return verification
+
+    def _leave(self, error: MootError, was_computing: bool) -> None:
+        """Give the present session up and count the move. Raises when this request may not move once more."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.link.end(session, aborted=True)
+        self._release()
+        policy = self._pool.policy
+        reason = _REASONS.get(type(error), "lost")
+        self._pool.metrics.request_moves.labels(reason).inc()
+        if reason not in ("lost", "internal"):
+            return
+        self._num_moves += 1
+        self._num_kills += was_computing
+        if self._num_kills >= policy.max_kills:
+            _log.error("request quarantined", extra={"request": self._prefix.request_id, "kills": self._num_kills})
+            raise RequestPoisoned("this request was there each time a verifier failed, and is not tried again")
+        if self._num_moves > policy.max_moves:
+            raise NoCapacity(f"lost {self._num_moves} verifiers in a row", retry_after_s=policy.retry_after_s)
+
+    async def _on_probation(self, link: VerifierLink) -> bool:
+        """Wait until no other suspect is being tried on `link`. False: it is not ready any more."""
+        if self._probation is None:
+            try:
+                async with asyncio.timeout(self._pool.policy.probation_wait_s):
+                    await link.probation.acquire()
+            except TimeoutError:
+                return link.is_ready
+            self._probation = link.probation
+        if not link.is_ready:
+            self._release()
+        return link.is_ready
+
+    def _acquit(self) -> None:
+        self._num_kills = 0
+        self._release()
+
+    def _release(self) -> None:
+        lock, self._probation = self._probation, None
+        if lock is not None:
+            lock.release()
+
+
+_REASONS: dict[type[MootError], str] = {
+    PeerLost: "lost",
+    PeerError: "internal",
+    UnknownSession: "unknown_session",
+    NoCapacity: "no_capacity",
+    Draining: "draining",
+}
