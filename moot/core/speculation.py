@@ -141,7 +141,7 @@ class PositionAcceptance:
 
 class Probes:
     """Counts rounds at K = 0. A probe is due after `after` of them, and each further one after twice as many as the one
-    before, up to `at_most`, until `succeed`."""
+    before, up to `at_most`; after one that was accepted whole the next is due at once."""
 
     def __init__(self, after: int = 16, at_most: int = 256) -> None:
         if not 1 <= after <= at_most:
@@ -157,7 +157,11 @@ class Probes:
         self._waited, self._wait = 0, min(2 * self._wait, self._at_most)
         return True
 
-    def succeed(self) -> None:
+    def accepted(self) -> None:
+        """The last probe was accepted whole."""
+        self._wait, self._waited = self._after, self._after
+
+    def start_over(self) -> None:
         """Drafting pays again."""
         self._wait, self._waited = self._after, 0
 
@@ -167,9 +171,9 @@ class Goodput(LengthPolicy):
 
     E: 1 + sum over j of the product of the first j acceptances, smoothed per request over the pool's. T: measured draft
     time and measured cost of a step with num_requests * (1 + draft nodes) tokens. K moves only for a gain of more than
-    `hysteresis`. At K = 0 nothing is learned about acceptance, so a probe that is due, by this request's count or by the
-    pool's (requests may be shorter than any wait), drafts `probe_length` tokens; where even drafts that are nearly always
-    accepted would not pay (a saturated verifier), none is made.
+    `hysteresis`. At K = 0 nothing is learned about acceptance, so a probe that is due, by this request's count or by
+    the pool's (requests may be shorter than any wait), drafts `probe_length` tokens; where even drafts that are nearly
+    always accepted would not pay (a saturated verifier), none is made.
     """
 
     PROBE_HOPE = 0.95
@@ -202,8 +206,8 @@ class Goodput(LengthPolicy):
         best = max(range(self._max_length + 1), key=goodput.__getitem__)
         if self._length is None or goodput[best] > (1 + self._hysteresis) * goodput[self._length]:
             if self._length == 0:
-                self._probes.succeed()
-                self._pool_probes.succeed()
+                self._probes.start_over()
+                self._pool_probes.start_over()
             self._length = best
         if self._length > 0:
             return self._length
@@ -218,6 +222,9 @@ class Goodput(LengthPolicy):
             return
         self._acceptance.observe(sample)
         self._pool.observe(sample)
+        if self._length == 0 and sample.num_accepted == sample.num_speculative_tokens:
+            self._probes.accepted()
+            self._pool_probes.accepted()
         ratio = sample.num_drafted / sample.num_speculative_tokens
         self._nodes_per_token += 0.1 * (ratio - self._nodes_per_token)
 

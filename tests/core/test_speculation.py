@@ -1,0 +1,254 @@
+"""Speculation length and the costs behind it: bounds, climbing, goodput, saturation, probing. C32 at core level."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moot.core.costs import DraftCost, VerifyCost
+from moot.core.speculation import (
+    Fixed,
+    Goodput,
+    Load,
+    Minions,
+    PositionAcceptance,
+    Probes,
+    RoundSample,
+    bound_length,
+)
+
+
+def test_length_is_bounded_by_context_and_by_what_may_still_be_emitted() -> None:
+    """prefix + K + 1 <= limit, and K + 1 <= remaining: the next token needs room as well; never negative."""
+    assert bound_length(8, 100, 200, 50) == 8
+    assert bound_length(8, 100, 105, 50) == 4
+    assert bound_length(8, 100, 101, 50) == 0
+    assert bound_length(8, 100, 90, 50) == 0
+    assert bound_length(8, 100, 200, 3) == 2
+    assert bound_length(8, 100, 200, 1) == 0
+    assert bound_length(8, 100, 200, 0) == 0
+
+
+def test_fixed_is_fixed() -> None:
+    """Whatever is observed."""
+    fixed = Fixed(5)
+    fixed.observe(RoundSample(5, 5, 0, 9.0))
+    assert fixed.next_length(Load(99)) == 5
+
+
+def drive_minions(policy: Minions, seconds_per_token: list[float]) -> list[int]:
+    lengths: list[int] = []
+    for seconds in seconds_per_token:
+        length = policy.next_length(Load())
+        lengths.append(length)
+        policy.observe(RoundSample(length, length, 1, 2 * seconds))
+    return [*lengths, policy.next_length(Load())]
+
+
+def test_minions_climbs_while_improving_and_backs_off_by_the_penalty() -> None:
+    """A falling line of verify time per token raises K by one, a rising one lowers it by the penalty; flat stays."""
+    improving = [1.0 - 0.05 * i for i in range(8)]
+    assert drive_minions(Minions(4, 8), improving)[-1] == 5
+    assert drive_minions(Minions(4, 8), improving[::-1])[-1] == 2
+    assert drive_minions(Minions(4, 8), [1.0] * 20)[-1] == 4
+
+
+def test_minions_stays_in_range() -> None:
+    """Never above the maximum, never below one: it cannot switch drafting off."""
+    improving = [1.0 - 0.01 * i for i in range(80)]
+    assert max(drive_minions(Minions(6, 8), improving)) == 8
+    assert min(drive_minions(Minions(4, 8), improving[::-1])) == 1
+
+
+def test_minions_waits_until_drafts_of_the_old_length_have_drained() -> None:
+    """Rounds of an older K still under way say nothing about the new one and must not fill its window."""
+    policy = Minions(4, 8)
+    assert drive_minions(policy, [1.0 - 0.05 * i for i in range(8)])[-1] == 5
+    for i in range(20):
+        policy.observe(RoundSample(4, 4, 1, 1.0 + i))
+    assert policy.next_length(Load()) == 5
+
+
+def goodput(
+    verify: VerifyCost | None = None, draft: DraftCost | None = None, pool: PositionAcceptance | None = None
+) -> Goodput:
+    return Goodput(8, verify or VerifyCost(), draft or DraftCost(), pool or PositionAcceptance(8))
+
+
+def rounds(policy: Goodput, acceptance: float, count: int, load: Load = Load()) -> list[int]:  # noqa: B008 - frozen
+    """Rounds in which the accepted length is `acceptance` of K, rounded."""
+    lengths: list[int] = []
+    for _ in range(count):
+        length = policy.next_length(load)
+        lengths.append(length)
+        policy.observe(RoundSample(length, length, round(acceptance * length)))
+    return lengths
+
+
+def measured(seconds_of: dict[int, float]) -> VerifyCost:
+    cost = VerifyCost()
+    for size, seconds in seconds_of.items():
+        for _ in range(20):
+            cost.observe(size, seconds)
+    return cost
+
+
+NEARLY_FREE = {1: 0.037, 2: 0.037, 4: 0.038, 8: 0.040, 16: 0.044, 32: 0.08, 64: 0.16, 128: 0.32, 576: 1.44}
+"""Two cores, bfloat16: flat to 16 tokens, straight from there."""
+
+
+def test_goodput_follows_acceptance() -> None:
+    """With cheap verification: drafts that are accepted get the longest K, drafts that never are get none."""
+    assert rounds(goodput(measured(NEARLY_FREE)), 1.0, 60)[-1] == 8
+    assert rounds(goodput(measured({1: 0.03, 2: 0.05, 4: 0.09, 8: 0.17, 16: 0.3})), 0.0, 60)[-1] == 0
+
+
+def test_goodput_is_the_argmax_of_tokens_per_second() -> None:
+    """Checked against the formula by hand: rates .5, T(K) = 1 + .3 K, so 1, 1.5/1.3, 1.75/1.6, ... and K = 1."""
+    policy = goodput(measured({n: 1.0 + 0.3 * (n - 1) for n in range(1, 17)}))
+    values = policy.goodputs([0.5] * 8, Load())
+    expected = [1.0, 1.5 / 1.3, 1.75 / 1.6]
+    assert values[:3] == pytest.approx(expected, rel=0.05)
+    assert max(range(9), key=values.__getitem__) == 1
+
+
+def test_a_busy_verifier_is_not_made_slower() -> None:
+    """C32: at saturation, where a token more costs a token's time, K is 0 for every request; when load falls it comes
+    back by itself, without a probe."""
+    policy = goodput(measured(NEARLY_FREE))
+    assert rounds(policy, 0.75, 40)[-1] >= 4
+    busy = rounds(policy, 0.75, 600, Load(num_requests=64))
+    assert set(busy[5:]) == {0}, "not even probes: no draft could pay there"
+    assert rounds(policy, 0.75, 3)[-1] >= 4
+
+
+def test_length_does_not_flap() -> None:
+    """Hysteresis: alternating good and bad rounds move K rarely, since a move needs a clear gain."""
+    policy = goodput(measured(NEARLY_FREE))
+    lengths: list[int] = []
+    for i in range(200):
+        length = policy.next_length(Load())
+        lengths.append(length)
+        policy.observe(RoundSample(length, length, length if i % 2 else length // 2))
+    moves = sum(a != b for a, b in itertools.pairwise(lengths[20:]))
+    assert moves <= 4
+
+
+def test_length_zero_probes_seldom_and_comes_back() -> None:
+    """At K = 0 a round in 16, 32, ... drafts; once probes are accepted, drafting returns."""
+    pool = PositionAcceptance(8)
+    policy = Goodput(8, measured({1: 0.03, 2: 0.038, 4: 0.05, 8: 0.08, 16: 0.16}), DraftCost(), pool)
+    lengths = rounds(policy, 0.0, 400)
+    zero_from = lengths.index(0)
+    probes = [i for i, length in enumerate(lengths[zero_from:]) if length]
+    assert probes
+    assert len(probes) <= 8
+    gaps = [b - a for a, b in itertools.pairwise(probes)]
+    assert gaps == sorted(gaps)
+    assert max(rounds(policy, 1.0, 3000)[-10:]) > 0
+
+
+def test_short_requests_probe_together() -> None:
+    """A pool whose every request is shorter than a probe's wait must still find out that drafting pays again."""
+    verify, probes, pool = measured({1: 0.03, 2: 0.038, 4: 0.05, 8: 0.08}), Probes(), PositionAcceptance(8, decay=0.99)
+    for _ in range(300):
+        pool.observe(RoundSample(8, 8, 0))
+    asked: list[int] = []
+    for _ in range(100):
+        asked += rounds(Goodput(8, verify, DraftCost(), pool, probes), 1.0, 5)
+    assert asked[:5] == [0] * 5
+    assert asked[-1] > 0
+
+
+def test_probes_wait_twice_as_long_each_time() -> None:
+    """Due after 16 rounds, then 32, 64, ... at most 256; at once after an accepted one; anew when drafting pays."""
+    probes = Probes()
+    due = [i for i in range(1000) if probes.is_due()]
+    assert [b - a for a, b in zip([-1, *due], due, strict=False)] == [17, 33, 65, 129, 257, 257]
+    probes.accepted()
+    assert [i for i in range(20) if probes.is_due()] == [0]
+    probes.start_over()
+    assert [i for i in range(20) if probes.is_due()] == [16]
+
+
+def test_an_ended_round_says_nothing_about_tokens_that_were_not_tried() -> None:
+    """The request ended after two accepted tokens: two hits, and no miss at the third."""
+    cut, missed = PositionAcceptance(4), PositionAcceptance(4)
+    cut.observe(RoundSample(4, 4, 2, is_cut=True))
+    missed.observe(RoundSample(4, 4, 2))
+    assert cut.rate(1) == missed.rate(1) > 0.6
+    assert cut.rate(2) == pytest.approx(0.6)
+    assert missed.rate(2) < 0.6
+    assert missed.rate(3) == pytest.approx(0.6)
+
+
+def test_a_request_starts_from_the_pool_and_goes_its_own_way() -> None:
+    """Few rounds: the pool's rate; many: its own."""
+    pool = PositionAcceptance(4, decay=0.99)
+    for _ in range(300):
+        pool.observe(RoundSample(4, 4, 4))
+    mine = PositionAcceptance(4, pool)
+    assert mine.rate(0) == pool.rate(0) > 0.9
+    for _ in range(60):
+        mine.observe(RoundSample(4, 4, 0))
+    assert mine.rate(0) < 0.4
+    assert pool.rate(0) > 0.9
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 600), st.floats(1e-4, 2.0)), max_size=60))
+def test_verify_cost_is_positive_and_never_falls_with_more_tokens(samples: list[tuple[int, float]]) -> None:
+    """Whatever noise is fed: finite, positive, monotone, so a marginal cost is never negative."""
+    cost = VerifyCost()
+    for size, seconds in samples:
+        cost.observe(size, seconds)
+    seconds = [cost.seconds(n) for n in range(700)]
+    assert seconds[0] > 0
+    assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(seconds))
+    assert seconds[-1] < float("inf")
+
+
+def test_verify_cost_learns_the_curve_and_changes() -> None:
+    """Between measured sizes it is straight; a machine that gets slower is followed; one pause is not believed."""
+    cost = measured({1: 0.03, 9: 0.04, 33: 0.1})
+    assert cost.seconds(1) == pytest.approx(0.03)
+    assert cost.seconds(5) == pytest.approx(0.035)
+    assert cost.seconds(33) == pytest.approx(0.1)
+    assert cost.seconds(57) == pytest.approx(0.16)
+    cost.observe(9, 5.0)
+    assert cost.seconds(9) < 0.06
+    for _ in range(80):
+        cost.observe(9, 0.08)
+    assert cost.seconds(9) == pytest.approx(0.08, rel=0.05)
+
+
+def test_verify_cost_ignores_what_is_no_measurement() -> None:
+    """An answer without timing must not make verification look free."""
+    cost = VerifyCost(prior_seconds=0.5)
+    for size, seconds in ((0, 1.0), (5, 0.0), (-1, 1.0), (5, float("nan")), (5, float("inf"))):
+        cost.observe(size, seconds)
+    assert cost.seconds(1) == 0.5
+
+
+def test_verify_cost_hopes_beyond_what_it_has_seen() -> None:
+    """Only one-token steps known: larger ones are taken to be slightly dearer, so that they are tried."""
+    cost = measured({1: 0.03})
+    assert 0.03 < cost.seconds(9) < 0.04
+
+
+def test_draft_cost_fits_start_and_slope() -> None:
+    """d0 + d1 K from rounds of different K; with one K only, its mean; nothing for K = 0."""
+    cost = DraftCost()
+    assert cost.seconds(4) == 0.0
+    cost.observe(4, 0.010)
+    assert cost.seconds(8) == pytest.approx(0.010)
+    for _ in range(20):
+        cost.observe(2, 0.006)
+        cost.observe(4, 0.010)
+    assert cost.seconds(8) == pytest.approx(0.018)
+    assert cost.seconds(0) == 0.0
+    cost.observe(0, 99.0)
+    assert cost.seconds(8) == pytest.approx(0.018)
