@@ -1,0 +1,7 @@
+"""`python -m moot` is `moot`."""
+
+import sys
+
+from moot.cli import main
+
+sys.exit(main())

@@ -1,0 +1,58 @@
+"""`moot drafters`: the kinds there are, and what the drafters of a running server have done."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from moot.client import Client, RequestFailed
+from moot.commands.common import table
+from moot.proposers.registry import MODEL_FREE_KINDS, known_kinds
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+COLUMNS = {
+    "moot_proposal_tokens_total": "proposed",
+    "moot_proposals_accepted_tokens_total": "accepted",
+    "moot_votes_won_total": "votes won",
+    "moot_drafter_weight": "weight",
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="moot drafters",
+        description="List the drafter kinds, and the drafters of a running server with their counts since its start.",
+        epilog="example:\n  moot drafters --url http://127.0.0.1:8000",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--url", help=f"a router; without it, {DEFAULT_URL} is looked at if it answers")
+    arguments = parser.parse_args(argv)
+    kinds = [[kind, "no" if kind in MODEL_FREE_KINDS else "yes"] for kind in known_kinds()]
+    print(table(["kind", "needs a model"], kinds))
+    try:
+        exposition = Client(arguments.url or DEFAULT_URL).get("/metrics").decode()
+    except RequestFailed as error:
+        if arguments.url:
+            raise
+        print(f"\nNo running drafters to show: {error}")
+        return 0
+    running = drafter_rows(exposition)
+    print(f"\nDrafters of {arguments.url or DEFAULT_URL}:")
+    print(table(["drafter", *COLUMNS.values()], running) if running else "  none has proposed anything yet")
+    return 0
+
+
+def drafter_rows(exposition: str) -> list[list[str]]:
+    """One row per drafter from Prometheus's text format: name, then the columns of COLUMNS."""
+    values: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if sample.name in COLUMNS and "drafter" in sample.labels:
+                values.setdefault(sample.labels["drafter"], {})[sample.name] = sample.value
+    return [
+        [drafter, *(f"{row[name]:g}" if name in row else "-" for name in COLUMNS)]
+        for drafter, row in sorted(values.items())
+    ]

@@ -1,0 +1,156 @@
+"""The whole system on this machine: which processes, with which flags, in which order."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from moot import embedded_store
+from moot.commands.common import run_folder
+from moot.config import option
+from moot.core.errors import ConfigError
+from moot.supervisor import Child, Say, Supervisor
+
+DEMO_MODEL = "smollm2-135m-instruct"
+NO_STORE = "off"
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemConfig:
+    demo: bool = option(False, help="serve the demo's model, fetched the first time")
+    model: str = option(DEMO_MODEL, help="target model: a local folder, a hub id, or the demo's model by its name")
+    served_model_name: str | None = option(None, help="name that requests use (none: that of the model)")
+    host: str = option("127.0.0.1", help="address of the router's HTTP API")
+    port: int = option(8000, help="port of the router's HTTP API; 0 chooses a free one")
+    drafters: tuple[str, ...] = option(
+        ("suffix", "prompt_lookup", "recycling", "ngram"),
+        help="drafter kinds to start, one process each; repeat a kind as kind:name",
+    )
+    redis_url: str | None = option(
+        None, help="Redis 7 or Valkey server for the requests' records; none: one is started; 'off': no records"
+    )
+    device: str = option("auto", help="where the target model runs", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", help="number format", choices=("auto", "bfloat16", "float16", "float32", "float64"))
+    num_threads: int = option(0, help="the verifier's compute threads; 0: one per core")
+    start_timeout_s: float = option(300.0, help="seconds until every service must be ready")
+    stop_grace_s: float = option(15.0, help="seconds from SIGTERM to SIGKILL when stopping")
+    log_level: str = option("info", help="least level logged", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A running system. `url`: of the router's HTTP API."""
+
+    url: str
+    supervisor: Supervisor
+    router: Child
+    drafters: tuple[Child, ...]
+    verifier: Child
+    logs: Path
+
+
+@contextmanager
+def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
+    """Start everything, wait until it serves, and end it on leaving. Raises MootError when a part does not start."""
+    model = prepared_model(config.model, say)
+    logs = run_folder(name)
+    # Short: a Unix socket's path has little room.
+    with (
+        tempfile.TemporaryDirectory(prefix="moot-") as store_folder,
+        Supervisor(logs, grace_s=config.stop_grace_s, say=say) as supervisor,
+    ):
+        say(f"starting the services (logs: {logs})")
+        verifier = supervisor.service("verifier", "verifier", _verifier_flags(config, model), environ=_VERIFIER_ENV)
+        drafters = tuple(
+            supervisor.service(
+                f"drafter-{drafter_id}",
+                "drafter",
+                _drafter_flags(config, kind, drafter_id, model),
+                environ=_LIGHT_ENV,
+                essential=False,
+            )
+            for kind, drafter_id in _drafter_ids(config.drafters)
+        )
+        store_url = config.redis_url
+        waiting = [verifier, *drafters]
+        if store_url is None:
+            folder = Path(store_folder)
+            store_url = embedded_store.store_url(folder)
+            waiting.append(
+                supervisor.spawn(
+                    "store",
+                    embedded_store.store_argv(folder),
+                    essential=False,
+                    look=lambda: embedded_store.is_ready(folder),
+                )
+            )
+        supervisor.wait_ready(waiting, config.start_timeout_s)
+        flags = _router_flags(config, model, verifier, drafters, store_url)
+        router = supervisor.service("router", "router", flags, environ=_LIGHT_ENV)
+        supervisor.wait_ready([router], config.start_timeout_s)
+        yield System(f"http://{config.host}:{router.port}", supervisor, router, drafters, verifier, logs)
+
+
+def prepared_model(model: str, say: Say) -> Path | str:
+    """Folder of the demo's model; anything else is left to the services to find."""
+    if model != DEMO_MODEL:
+        return model
+    from moot.commands.common import cache_folder
+
+    folder = cache_folder() / DEMO_MODEL
+    if (folder / "config.json").is_file():
+        return folder
+    # Imports torch, which takes seconds: only when there is something to do.
+    from moot.model.prepare import prepare
+
+    return prepare(model, progress=say)
+
+
+# Threads that wait must sleep: a spinning one takes the core that the others need to make its next work.
+_VERIFIER_ENV = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+_LIGHT_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _drafter_ids(drafters: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(kind, drafter id) of each; the id is the kind unless given as kind:id."""
+    pairs = [(kind, drafter_id or kind) for kind, _, drafter_id in (entry.partition(":") for entry in drafters)]
+    if len({drafter_id for _, drafter_id in pairs}) < len(pairs):
+        raise ConfigError("--drafters names one drafter twice: give the second as kind:name")
+    return pairs
+
+
+def _verifier_flags(config: SystemConfig, model: Path | str) -> list[str]:
+    threads = config.num_threads or os.cpu_count() or 1
+    return [
+        *("--model", str(model), "--num-threads", str(threads)),
+        *("--host", LOOPBACK, "--port", "0", "--metrics-port", "0"),
+        *("--device", config.device, "--dtype", config.dtype, "--log-level", config.log_level),
+    ]
+
+
+def _drafter_flags(config: SystemConfig, kind: str, drafter_id: str, model: Path | str) -> list[str]:
+    return [
+        *("--kind", kind, "--drafter-id", drafter_id, "--tokenizer", str(model)),
+        *("--host", LOOPBACK, "--port", "0", "--metrics-port", "0", "--log-level", config.log_level),
+    ]
+
+
+def _router_flags(
+    config: SystemConfig, model: Path | str, verifier: Child, drafters: tuple[Child, ...], store_url: str
+) -> list[str]:
+    name = config.served_model_name or Path(str(model)).name
+    return [
+        *("--tokenizer", str(model), "--served-model-name", name, "--host", config.host, "--port", str(config.port)),
+        *("--metrics-port", "0", "--verifiers", f"{LOOPBACK}:{verifier.port}"),
+        *(
+            "--drafters",
+            ",".join(f"{child.name.removeprefix('drafter-')}={LOOPBACK}:{child.port}" for child in drafters),
+        ),
+        *(() if store_url == NO_STORE else ("--redis-url", store_url)),
+        *("--log-level", config.log_level),
+    ]

@@ -1,0 +1,123 @@
+"""The client of the commands, against a real HTTP server: what arrives, and every way in which it can go wrong."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from moot.client import Answer, Client, RequestFailed
+
+
+def chunk(text: str = "", token_ids: list[int] | None = None, **more: Any) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "token_ids": token_ids, "finish_reason": more.pop("finish", None)}
+    return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Handler(BaseHTTPRequestHandler):
+    answers: ClassVar[list[tuple[int, list[bytes]]]]
+    received: ClassVar[list[tuple[dict[str, str], Any]]]
+    gone: ClassVar[threading.Event]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.received.append(({key.lower(): value for key, value in self.headers.items()}, json.loads(body)))
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        status, parts = self.answers.pop(0)
+        self.send_response(status)
+        self.end_headers()
+        try:
+            for part in parts:
+                self.wfile.write(part)
+                self.wfile.flush()
+        except OSError:
+            self.gone.set()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Tests are quiet."""
+
+
+@contextmanager
+def serving(*answers: tuple[int, list[bytes]]) -> Iterator[tuple[Client, type[Handler]]]:
+    handler = type("Answers", (Handler,), {"answers": list(answers), "received": [], "gone": threading.Event()})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield Client(f"http://127.0.0.1:{server.server_port}", "key"), handler
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_stream_arrives_piece_by_piece() -> None:
+    """Text, ids, end and metrics are all kept; times never run backwards; comments and blank lines are no news."""
+    metrics = {"speculative_decoding": {}}
+    parts = [
+        chunk(),
+        chunk("a", [1]),
+        b": ping\n\n",
+        chunk("", [2]),
+        chunk("é", [3, 4], finish="stop", metrics=metrics),
+        DONE,
+    ]
+    with serving((200, parts)) as (client, handler):
+        answer = Answer()
+        pieces = list(client.stream_chat({"messages": []}, answer))
+        headers, body = handler.received[0]
+    assert [(piece.text, piece.token_ids) for piece in pieces] == [("a", [1]), ("", [2]), ("é", [3, 4])]
+    assert (answer.text, answer.token_ids, answer.finish_reason, answer.metrics) == (
+        "aé",
+        [1, 2, 3, 4],
+        "stop",
+        metrics,
+    )
+    assert sorted(piece.at for piece in pieces) == [piece.at for piece in pieces]
+    assert headers["authorization"] == "Bearer key"
+    assert body == {"messages": [], "stream": True}
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ((400, [b'{"error": {"message": "`n` is too large"}}']), "`n` is too large \\(HTTP 400\\)"),
+        ((500, [b"<html>"]), "answered with HTTP 500"),
+        ((200, [chunk("a", [1])]), "ended before the answer did"),
+        ((200, [chunk("a", [1]), b'data: {"error": {"message": "no verifier"}}\n\n']), "no verifier"),
+    ],
+    ids=["refused", "not ours", "cut off", "error event"],
+)
+def test_failures_are_said_in_one_sentence(answer: tuple[int, list[bytes]], sentence: str) -> None:
+    """An answer that is not whole is never taken for one."""
+    with serving(answer) as (client, _), pytest.raises(RequestFailed, match=sentence):
+        list(client.stream_chat({}, Answer()))
+
+
+def test_closing_the_iterator_hangs_up() -> None:
+    """A stopped answer frees the server: the connection is closed, not drained."""
+    endless = [chunk("x" * 1000, [1])] * 20_000
+    with serving((200, endless)) as (client, handler):
+        stream = client.stream_chat({}, Answer())
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert handler.gone.wait(10)
+
+
+def test_models_are_read() -> None:
+    """The served names, in the server's order."""
+    with serving((200, [b'{"data": [{"id": "b"}, {"id": "a"}]}'])) as (client, _):
+        assert client.models() == ["b", "a"]
