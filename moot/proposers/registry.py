@@ -30,25 +30,25 @@ def load_kind(kind: str) -> Kind[Any]:
     """Raises ConfigError naming the known kinds."""
     match kind:
         case "ngram":
-            from moot.proposers import ngram
+            from moot.proposers.ngram import NgramOptions, NgramProposer
 
-            return Kind("ngram", ngram.NgramOptions, ngram.NgramProposer)
+            return Kind("ngram", NgramOptions, NgramProposer)
         case "prompt_lookup":
-            from moot.proposers import prompt_lookup
+            from moot.proposers.prompt_lookup import PromptLookupOptions, PromptLookupProposer
 
-            return Kind("prompt_lookup", prompt_lookup.PromptLookupOptions, prompt_lookup.PromptLookupProposer)
+            return Kind("prompt_lookup", PromptLookupOptions, PromptLookupProposer)
         case "recycling":
-            from moot.proposers import recycling
+            from moot.proposers.recycling import RecyclingOptions, RecyclingProposer
 
-            return Kind("recycling", recycling.RecyclingOptions, recycling.RecyclingProposer)
+            return Kind("recycling", RecyclingOptions, RecyclingProposer)
         case "suffix":
-            from moot.proposers import suffix
+            from moot.proposers.suffix import SuffixOptions, SuffixProposer
 
-            return Kind("suffix", suffix.SuffixOptions, suffix.SuffixProposer)
+            return Kind("suffix", SuffixOptions, SuffixProposer)
         case "neural":
-            from moot.proposers import neural
+            from moot.proposers.neural import NeuralOptions, NeuralProposer
 
-            return Kind("neural", neural.NeuralOptions, neural.NeuralProposer)
+            return Kind("neural", NeuralOptions, NeuralProposer)
     for entry in _installed():
         if entry.name == kind:
             found = entry.load()

@@ -1,0 +1,33 @@
+"""`python -m services.drafter --kind suffix --tokenizer PATH`: one drafter as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from moot.config import load_config
+from moot.core.errors import ConfigError, ModelRefused
+from moot.logs import setup_logging
+from services.drafter.config import DrafterConfig
+from services.drafter.serve import serve
+
+
+def main() -> int:
+    try:
+        config = load_config(
+            DrafterConfig,
+            sys.argv[1:],
+            prog="python -m services.drafter",
+            description="One drafter: proposes the next tokens of texts to routers.",
+            example="python -m services.drafter --kind suffix --tokenizer models/target --port 7200",
+        )
+        setup_logging("drafter", config.log_level)
+        asyncio.run(serve(config))
+    except (ConfigError, ModelRefused) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What a stream says to the engine and what comes back. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moot.core.types import SamplingParams
+from moot.proposers.base import Chain
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    session_id: int
+    request_id: str
+    prefix: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """`base_length`: the prefix's length after appending `committed_token_ids`. `deadline_ms` 0: none."""
+
+    session_id: int
+    round_index: int
+    base_length: int
+    committed_token_ids: tuple[int, ...]
+    num_speculative_tokens: int
+    width: int = 1
+    top_candidates: tuple[tuple[int, ...], ...] = ()
+    deadline_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Finished or aborted: to a drafter it is the same."""
+
+    session_id: int
+
+
+Command = Open | Propose | Close
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    session_id: int
+    round_index: int
+    base_length: int
+    chains: tuple[Chain, ...]
+    drafted_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """The session does not exist, or its prefix has another length: open it again."""
+
+    session_id: int
+    round_index: int
+
+
+Answer = Proposed | Unknown
+
+
+class Stream(Protocol):
+    """Where answers go. Called from the engine's thread; must not block."""
+
+    def deliver(self, answers: Sequence[Answer]) -> None: ...

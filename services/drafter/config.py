@@ -1,0 +1,74 @@
+"""Everything a drafter can be told, every bound and every wait: defaults stand here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moot.config import option as setting
+from moot.core.errors import ConfigError
+from moot.rpc.link import LinkConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    kind: str = setting(help="drafter kind: prompt_lookup, suffix, ngram, recycling, neural or an installed one")
+    drafter_id: str = setting("", help="name written into proposals (empty: the kind's)")
+    model: str | None = setting(
+        None, help="draft model (kind neural), or whose tokenizer it is (other kinds): a local folder or a hub id"
+    )
+    tokenizer: str | None = setting(None, help="folder or hub id of the tokenizer: its vocabulary and fingerprint")
+    option: tuple[str, ...] = setting((), help="options of the kind, name=value, separated by commas")
+    num_threads: int = setting(0, help="compute threads of a draft model; 0 leaves the choice to torch")
+
+    host: str = setting("127.0.0.1", help="address to listen on")
+    port: int = setting(7200, help="gRPC port; 0 chooses a free one")
+    metrics_port: int = setting(7201, help="port of /metrics, /livez and /readyz; 0 chooses a free one")
+    ready_file: Path | None = setting(None, help="written as JSON with the bound ports once requests are served")
+    log_level: str = setting("info", help="least level logged", choices=("debug", "info", "warning", "error"))
+
+    max_num_seqs: int = setting(256, help="sessions at a time; one more closes the least recently used one")
+    max_batch: int = setting(32, help="asks drafted for together")
+    max_queued_commands: int = setting(8192, help="commands not yet taken; past it the stream that sends more is ended")
+    max_queued_answers: int = setting(8192, help="answers of one stream not yet sent; past it the stream is ended")
+    max_speculative_tokens: int = setting(64, help="tokens drafted for one ask at most, whatever it asks for")
+    max_width: int = setting(8, help="proposals for one ask at most, whatever it asks for")
+    draft_ahead_tokens: int = setting(
+        0, help="tokens drafted past the own proposal while idle; 0: off, as where verifier and drafter share cores"
+    )
+    session_idle_limit_s: float = setting(120.0, help="seconds without a command after which a session is freed")
+    stall_limit_s: float = setting(30.0, help="seconds that one batch may take until /livez says no")
+    drain_grace_s: float = setting(10.0, help="seconds that peers may take to leave after SIGTERM")
+    stop_timeout_s: float = setting(10.0, help="seconds to wait for the drafting thread when stopping")
+
+    max_message_bytes: int = setting(16 * 1024 * 1024, help="size limit of one frame, equal on both sides")
+    keepalive_time_ms: int = setting(5_000, help="milliseconds between keepalive pings, equal on both sides")
+    keepalive_timeout_ms: int = setting(3_000, help="milliseconds until an unanswered ping ends the connection")
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for values that cannot work, and for options that are not name=value."""
+        positive = (
+            *("max_num_seqs", "max_batch", "max_queued_commands", "max_queued_answers", "max_speculative_tokens"),
+            *("max_width", "session_idle_limit_s", "stall_limit_s", "drain_grace_s", "stop_timeout_s"),
+        )
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0")
+        for name in ("draft_ahead_tokens", "num_threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative")
+        if bad := [pair for pair in self.option if "=" not in pair]:
+            raise ConfigError(f"--option must be name=value, separated by commas: {', '.join(bad)}")
+
+    @property
+    def kind_options(self) -> dict[str, str]:
+        """What `--option` gave, by name."""
+        return {name.strip(): value.strip() for name, _, value in (pair.partition("=") for pair in self.option)}
+
+    @property
+    def link(self) -> LinkConfig:
+        return LinkConfig(
+            keepalive_time_ms=self.keepalive_time_ms,
+            keepalive_timeout_ms=self.keepalive_timeout_ms,
+            max_message_bytes=self.max_message_bytes,
+        )

@@ -1,0 +1,79 @@
+"""Wiring of a drafter: what its config names becomes a proposer, an engine and a server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from moot.core.errors import ConfigError
+from moot.core.types import ModelInfo
+from moot.metrics import Metrics
+from moot.proposers.base import Proposer
+from moot.proposers.registry import create
+from moot.rpc.server import GrpcServer, run_until_terminated
+from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
+from moot.v1.drafter_service_pb2_grpc import add_DrafterServiceServicer_to_server
+from services.drafter.config import DrafterConfig
+from services.drafter.engine import DrafterEngine
+from services.drafter.servicer import DrafterServicer
+from services.drafter.wire import description_to_pb
+
+SERVICE = "moot.v1.DrafterService"
+
+
+def make_proposer(config: DrafterConfig) -> tuple[Proposer[Any], ModelInfo]:
+    """The proposer and what Describe says of it. Raises ConfigError or ModelRefused naming what is wrong.
+
+    A kind without a model takes vocabulary and fingerprint from `tokenizer` (or the folder `model`), or goes without a
+    fingerprint when the option `vocab_size` is given. A model's own tokenizer
+    must be equal to `tokenizer` when that is named too.
+    """
+    options: dict[str, object] = dict(config.kind_options)
+    tokenizer_path = config.tokenizer
+    if config.kind == "neural":
+        options.setdefault("model", config.model)
+        options.setdefault("num_threads", config.num_threads or None)
+    else:
+        tokenizer_path = tokenizer_path or config.model
+    fingerprint, vocab_size = "", 0
+    if tokenizer_path is not None:
+        tokenizer = load_tokenizer(tokenizer_path)
+        fingerprint, vocab_size = tokenizer_fingerprint(tokenizer), vocabulary_size(tokenizer)
+        options.setdefault("vocab_size", vocab_size)
+    proposer = create(config.kind, options)
+    info = proposer.model_info
+    if info is None:
+        vocab_size = vocab_size or int(str(options["vocab_size"]))
+        return proposer, ModelInfo("", "", fingerprint, vocab_size, proposer.context_limit)
+    if fingerprint and fingerprint != info.tokenizer_fingerprint:
+        raise ConfigError(
+            f"draft model {info.model} has tokenizer {info.tokenizer_fingerprint}, --tokenizer is {fingerprint}"
+        )
+    return proposer, info
+
+
+async def serve(config: DrafterConfig) -> None:
+    """Run until SIGTERM."""
+    metrics = Metrics()
+    proposer, info = make_proposer(config)
+    engine = DrafterEngine(proposer, config, metrics, info.vocab_size)
+    description = description_to_pb(config.kind, proposer.family, info)
+    drafter_id = config.drafter_id or config.kind
+    servicer = DrafterServicer(engine, description, drafter_id, config.max_queued_answers)
+    server = GrpcServer(config.link, [SERVICE])
+    add_DrafterServiceServicer_to_server(servicer, server.server)
+    engine.start()
+    try:
+        await run_until_terminated(
+            server,
+            metrics,
+            host=config.host,
+            port=config.port,
+            metrics_port=config.metrics_port,
+            ready_file=config.ready_file,
+            drain=lambda: servicer.drain(config.drain_grace_s),
+            drain_grace_s=config.drain_grace_s,
+            alive=lambda: engine.is_alive,
+        )
+    finally:
+        await asyncio.to_thread(engine.stop)

@@ -1,0 +1,115 @@
+"""The gRPC face of a drafter: streams in, engine, streams out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc.aio
+
+from moot.core.errors import InvalidRequest
+from moot.rpc.frames import FrameQueue, FrameQueueFull
+from moot.v1 import drafter_service_pb2 as pb
+from moot.v1 import drafter_service_pb2_grpc as pb_grpc
+from services.drafter import wire
+from services.drafter.commands import Answer, Command
+from services.drafter.engine import DrafterEngine
+
+
+class DraftStream:
+    """One peer's stream. `deliver` may be called from any thread; what does not fit any more ends the stream."""
+
+    def __init__(self, drafter_id: str, max_queued_answers: int) -> None:
+        self.answers: FrameQueue[pb.DraftAnswer] = FrameQueue(max_queued_answers)
+        self.overflowed = False
+        self._drafter_id = drafter_id
+        self._loop = asyncio.get_running_loop()
+
+    def deliver(self, answers: Sequence[Answer]) -> None:
+        messages = [wire.answer_to_pb(answer, self._drafter_id) for answer in answers]
+        try:
+            self._loop.call_soon_threadsafe(self.put, messages)
+        except RuntimeError:
+            # The loop is closed: the process is ending and nobody reads any more.
+            self.answers.close()
+
+    def put(self, messages: Sequence[pb.DraftAnswer]) -> None:
+        try:
+            for message in messages:
+                self.answers.put(message)
+        except FrameQueueFull:
+            self.overflowed = True
+            self.answers.close()
+
+
+class DrafterServicer(pb_grpc.DrafterServiceServicer):
+    def __init__(
+        self, engine: DrafterEngine, description: pb.DescribeDrafterResponse, drafter_id: str, max_queued_answers: int
+    ) -> None:
+        self._engine = engine
+        self._description = description
+        self._drafter_id = drafter_id
+        self._max_queued_answers = max_queued_answers
+        self._streams: set[DraftStream] = set()
+        self._no_streams = asyncio.Event()
+        self._no_streams.set()
+
+    async def Describe(
+        self, request: pb.DescribeDrafterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DescribeDrafterResponse:
+        return self._description
+
+    async def Draft(
+        self, request_iterator: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.DraftResponse]:
+        stream = self._enter()
+        reader = asyncio.create_task(self._read(request_iterator, stream))
+        try:
+            while frame := await stream.answers.next_frame():
+                yield pb.DraftResponse(answers=frame)
+            await self._finish_reading(reader, stream)
+        finally:
+            # However the stream ends, what its sessions hold is freed.
+            reader.cancel()
+            self._leave(stream)
+
+    async def drain(self, grace_s: float) -> None:
+        """Tell all peers to go elsewhere and wait until they have."""
+        for stream in self._streams:
+            stream.put([wire.drain_to_pb(grace_s)])
+        await self._no_streams.wait()
+
+    async def _read(self, request_iterator: AsyncIterator[pb.DraftRequest], stream: DraftStream) -> None:
+        try:
+            async for request in request_iterator:
+                self._engine.submit(stream, _commands(request))
+        finally:
+            stream.answers.close()
+
+    async def _finish_reading(self, reader: asyncio.Task[None], stream: DraftStream) -> None:
+        """Raises what ended the stream, if it was not its peer."""
+        if stream.overflowed:
+            raise InvalidRequest("the peer does not read its answers")
+        await reader
+
+    def _enter(self) -> DraftStream:
+        stream = DraftStream(self._drafter_id, self._max_queued_answers)
+        self._streams.add(stream)
+        self._no_streams.clear()
+        return stream
+
+    def _leave(self, stream: DraftStream) -> None:
+        stream.answers.close()
+        self._engine.end(stream)
+        self._streams.discard(stream)
+        if not self._streams:
+            self._no_streams.set()
+
+
+def _commands(request: pb.DraftRequest) -> list[Command]:
+    try:
+        found = [wire.command_from_pb(message) for message in request.commands]
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from error
+    return [command for command in found if command is not None]

@@ -1,0 +1,134 @@
+"""A real drafter server on loopback and a peer that talks to it as a router does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+
+from moot.core.types import SamplingParams
+from moot.metrics import Metrics
+from moot.proposers.base import Proposer
+from moot.rpc import convert
+from moot.rpc.link import open_channel
+from moot.rpc.server import GrpcServer
+from moot.v1 import drafter_service_pb2 as pb
+from moot.v1 import drafter_service_pb2_grpc as pb_grpc
+from services.drafter.config import DrafterConfig
+from services.drafter.engine import DrafterEngine
+from services.drafter.serve import SERVICE, make_proposer
+from services.drafter.servicer import DrafterServicer
+from services.drafter.wire import description_to_pb
+
+TIMEOUT_S = 20.0
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+def open_command(
+    session_id: int,
+    prompt: Sequence[int],
+    output: Sequence[int] = (),
+    params: SamplingParams = GREEDY,
+    request: str = "",
+) -> pb.DraftCommand:
+    opening = pb.OpenDraftSession(
+        request_id=request,
+        prompt_token_ids=prompt,
+        output_token_ids=output,
+        sampling=convert.sampling_to_pb(params),
+    )
+    return pb.DraftCommand(session_id=session_id, open=opening)
+
+
+def propose_command(
+    session_id: int, base_length: int, committed: Sequence[int] = (), num_tokens: int = 4, width: int = 1, **fields: Any
+) -> pb.DraftCommand:
+    propose = pb.Propose(
+        base_length=base_length,
+        committed_token_ids=committed,
+        num_speculative_tokens=num_tokens,
+        width=width,
+        **fields,
+    )
+    return pb.DraftCommand(session_id=session_id, propose=propose)
+
+
+def finish_command(session_id: int) -> pb.DraftCommand:
+    return pb.DraftCommand(session_id=session_id, finish=pb.FinishDraftSession())
+
+
+class Peer:
+    """One bidirectional stream."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.stub = pb_grpc.DrafterServiceStub(channel)
+        self.call: Any = self.stub.Draft()
+        self._answers: list[pb.DraftAnswer] = []
+
+    async def send(self, *commands: pb.DraftCommand) -> None:
+        await self.call.write(pb.DraftRequest(commands=commands))
+
+    async def answer(self) -> pb.DraftAnswer:
+        while not self._answers:
+            response = await asyncio.wait_for(self.call.read(), TIMEOUT_S)
+            assert response is not grpc.aio.EOF, "the stream has ended"
+            self._answers += response.answers
+        return self._answers.pop(0)
+
+    async def ask(self, *commands: pb.DraftCommand) -> pb.DraftAnswer:
+        await self.send(*commands)
+        return await self.answer()
+
+    async def ids(self, *commands: pb.DraftCommand) -> list[list[int]]:
+        """The ids of each proposal of the one answer to these commands."""
+        answer = await self.ask(*commands)
+        assert answer.WhichOneof("answer") == "proposed", answer
+        return [list(proposal.token_ids) for proposal in answer.proposed.proposals]
+
+
+class RunningDrafter:
+    def __init__(self, config: DrafterConfig, proposer: Proposer[Any] | None, clock: Callable[[], float]) -> None:
+        made, info = make_proposer(config)
+        self.metrics = Metrics()
+        self.proposer = proposer or made
+        self.engine = DrafterEngine(self.proposer, config, self.metrics, info.vocab_size, clock)
+        self.server = GrpcServer(config.link, [SERVICE])
+        description = description_to_pb(config.kind, self.proposer.family, info)
+        self.servicer = DrafterServicer(
+            self.engine, description, config.drafter_id or config.kind, config.max_queued_answers
+        )
+        pb_grpc.add_DrafterServiceServicer_to_server(self.servicer, self.server.server)
+        self.config = config
+        self.channel: grpc.aio.Channel
+
+    def peer(self) -> Peer:
+        return Peer(self.channel)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for something that the engine's thread brings about."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while not holds():  # noqa: ASYNC110 - what is awaited happens in the engine's thread
+                await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def running(
+    config: DrafterConfig, proposer: Proposer[Any] | None = None, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[RunningDrafter]:
+    drafter = RunningDrafter(config, proposer, clock)
+    drafter.engine.start()
+    try:
+        await drafter.server.start("127.0.0.1", 0)
+        async with open_channel(f"127.0.0.1:{drafter.server.port}", config.link) as channel:
+            drafter.channel = channel
+            yield drafter
+    finally:
+        await drafter.server.stop(0)
+        await asyncio.to_thread(drafter.engine.stop)
