@@ -23,6 +23,8 @@ class Admission:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self.aborting = asyncio.Event()
+        """Set when those inside have had their time: each ends itself with Draining."""
 
     @property
     def num_in_flight(self) -> int:

@@ -23,7 +23,7 @@ ResultT = TypeVar("ResultT")
 class PromptTokenizer:
     """A transformers fast tokenizer with its chat template. `tokens`: the bytes of its ids."""
 
-    def __init__(self, tokenizer: Any, *, timeout_s: float, num_threads: int, max_prompt_bytes: int = 2**20) -> None:
+    def __init__(self, tokenizer: Any, *, timeout_s: float, num_threads: int, max_prompt_bytes: int) -> None:
         """`max_prompt_bytes`: whatever the context, a longer prompt is not tokenized."""
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
@@ -47,7 +47,7 @@ class PromptTokenizer:
         continue_final_message: bool,
         context_limit: int,
     ) -> tuple[int, ...]:
-        """Ids of the conversation in the model's chat template. Raises InvalidRequest when there is none or it refuses."""
+        """Ids of the conversation in the model's chat template. InvalidRequest: there is none, or it refuses."""
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
         size = sum(len(message["content"].encode("utf-8")) for message in messages)

@@ -24,7 +24,7 @@ _UNSUPPORTED = (
     "audio", "frequency_bias", "function_call", "functions", "grammar", "guided_choice", "guided_decoding_backend",
     "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "length_penalty", "logits_processors",
     "metadata", "modalities", "parallel_tool_calls", "prediction", "prompt_embeds", "prompt_logprobs",
-    "reasoning_effort", "response_format", "service_tier", "structured_outputs", "suffix", "tool_choice", "tools",
+    "reasoning_effort", "service_tier", "structured_outputs", "suffix", "tool_choice", "tools",
     "truncate_prompt_tokens", "use_beam_search", "verbosity", "web_search_options",
 )  # fmt: skip
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -48,6 +48,7 @@ class CommonBody:
     num_speculative_tokens: int | None
     drafters: tuple[str, ...] | None
     include_metrics: bool
+    return_token_ids: bool
     cache_salt: str
 
 
@@ -191,13 +192,12 @@ def _common(
         fields.fail("drafters", f"must be some of: {', '.join(sorted(drafter_ids)) or 'none is configured'}")
     if drafters is not None and len(set(drafters)) < len(drafters):
         fields.fail("drafters", "names a drafter twice")
-    if (form := fields.object("response_format")) is not None:
+    if (form := fields.nested("response_format")) is not None:
         form.neutral("type", "text")
         form.finish()
     fields.neutral("store", False)
     for name in _UNSUPPORTED:
-        if name != "response_format":
-            fields.neutral(name)
+        fields.neutral(name)
     common = CommonBody(
         model=model,
         params=params,
@@ -212,6 +212,7 @@ def _common(
         num_speculative_tokens=fields.integer("num_speculative_tokens", 0, settings.max_speculative_tokens),
         drafters=drafters,
         include_metrics=fields.boolean("include_metrics"),
+        return_token_ids=fields.boolean("return_token_ids"),
         cache_salt=fields.text("cache_salt", 256) or "",
     )
     fields.finish()
@@ -260,9 +261,8 @@ def _logit_bias(fields: Fields, settings: HttpSettings, info: ModelInfo) -> dict
     bias: dict[int, float] = {}
     for key, amount in value.items():
         # The decimal spelling only, so that no id can be given twice ("7" and "07").
-        if not (
-            key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key and int(key) < info.vocab_size
-        ):
+        decimal = key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key
+        if not decimal or int(key) >= info.vocab_size:
             fields.fail("logit_bias", f"must have token ids from 0 to {info.vocab_size - 1} as keys")
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not -100 <= amount <= 100:
             fields.fail("logit_bias", "must have numbers from -100 to 100 as values")
@@ -277,7 +277,7 @@ def _stops(fields: Fields, settings: HttpSettings) -> tuple[str, ...]:
 
 
 def _stream_options(fields: Fields, stream: bool) -> bool:
-    options = fields.object("stream_options")
+    options = fields.nested("stream_options")
     if options is None:
         return False
     if not stream:

@@ -48,7 +48,10 @@ def create_app(
         retry_after_s=settings.retry_after_s,
     )
     prompt_tokenizer = PromptTokenizer(
-        tokenizer, timeout_s=settings.tokenize_timeout_s, num_threads=settings.tokenize_threads
+        tokenizer,
+        timeout_s=settings.tokenize_timeout_s,
+        num_threads=settings.tokenize_threads,
+        max_prompt_bytes=settings.max_prompt_bytes,
     )
     front = Front(generator, prompt_tokenizer, settings, state, admission, metrics)
 

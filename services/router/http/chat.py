@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.router.http import logprobs
-from services.router.http.replies import ending
+from services.router.http.replies import ending, ids
 from services.router.http.running import Choice
 from services.router.token_bytes import TokenBytes
 from services.router.types import GenerationChunk
@@ -23,18 +23,23 @@ class ChatReply:
 
     def delta(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any] | None:
         probs = logprobs.chat_content(self._tokens, chunk.token_ids, chunk.logprobs) if chunk.logprobs else None
-        if not chunk.text and probs is None and chunk.finish_reason is None:
+        new_ids = ids(choice, chunk.token_ids)
+        if not chunk.text and probs is None and chunk.finish_reason is None and not new_ids:
             return None
         delta = {"content": chunk.text} if chunk.text or probs else {}
-        return self._item(choice, delta, probs)
+        return self._item(choice, delta, probs) | new_ids
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         wanted = choice.request.params.logprobs is not None
-        return {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(choice.pieces), "refusal": None},
-            "logprobs": logprobs.chat_content(self._tokens, choice.token_ids, choice.logprobs) if wanted else None,
-        } | ending(choice)
+        return (
+            {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": "".join(choice.pieces), "refusal": None},
+                "logprobs": logprobs.chat_content(self._tokens, choice.token_ids, choice.logprobs) if wanted else None,
+            }
+            | ending(choice)
+            | ids(choice, choice.token_ids)
+        )
 
     def _item(self, choice: Choice, delta: dict[str, Any], probs: dict[str, Any] | None) -> dict[str, Any]:
         last = ending(choice) if choice.finish_reason else {"finish_reason": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.router.http import logprobs
-from services.router.http.replies import ending
+from services.router.http.replies import ending, ids
 from services.router.http.running import Choice
 from services.router.token_bytes import TokenBytes
 from services.router.types import GenerationChunk
@@ -26,18 +26,20 @@ class CompletionReply:
         return {"index": choice.index, "text": choice.prompt_text, "logprobs": None, "finish_reason": None}
 
     def delta(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any] | None:
-        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None:
+        new_ids = ids(choice, chunk.token_ids)
+        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None and not new_ids:
             return None
         begin = choice.num_tokens - len(chunk.token_ids)
         probs = self._logprobs(choice, begin, chunk) if chunk.logprobs else None
         last = ending(choice) if choice.finish_reason else {"finish_reason": None}
-        return {"index": choice.index, "text": chunk.text, "logprobs": probs} | last
+        return {"index": choice.index, "text": chunk.text, "logprobs": probs} | last | new_ids
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         whole = GenerationChunk("", tuple(choice.token_ids), tuple(choice.logprobs))
         probs = None if choice.request.params.logprobs is None else self._logprobs(choice, 0, whole)
         text = choice.prompt_text + "".join(choice.pieces)
-        return {"index": choice.index, "text": text, "logprobs": probs} | ending(choice)
+        answer = {"index": choice.index, "text": text, "logprobs": probs}
+        return answer | ending(choice) | ids(choice, choice.token_ids)
 
     def _logprobs(self, choice: Choice, begin: int, chunk: GenerationChunk) -> dict[str, Any]:
         offsets = choice.text.offsets[begin : begin + len(chunk.token_ids)]

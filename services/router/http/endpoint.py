@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -32,6 +33,8 @@ from services.router.stop_strings import StopStrings
 from services.router.text import IncrementalText
 from services.router.tokenization import PromptTokenizer
 from services.router.types import GenerationChunk, GenerationRequest, Generator
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +109,22 @@ class GenerationEndpoint:
         tokens = front.tokenizer.tokens
         stops = StopStrings(common.stops)
         choices = [
-            Choice(index, request, self._text(request, common, stops, info), prompt_text, keep_text=not common.stream)
+            Choice(
+                index,
+                request,
+                self._text(request, common, stops, info),
+                prompt_text,
+                keep_text=not common.stream,
+                return_token_ids=common.return_token_ids,
+            )
             for index, (request, prompt_text) in enumerate(zip(requests, prompt_texts, strict=True))
         ]
         envelope = Envelope(base_id, int(time.time()), common, tokens, choices)
         reply: Reply = ChatReply(tokens) if self._chat else CompletionReply(tokens)
-        async with aclosing(run_choices(front.generator, choices, front.settings, front.metrics, started)) as chunks:
+        running = run_choices(
+            front.generator, choices, front.settings, front.metrics, started, front.admission.aborting
+        )
+        async with aclosing(running) as chunks:
             if common.stream:
                 await self._stream(envelope, reply, chunks, sse.EventStream(send, front.settings.send_timeout_s))
                 return None
@@ -193,21 +206,24 @@ class GenerationEndpoint:
                     opened.add(choice.index)
                     items.insert(0, reply.opening(choice))
                 running -= chunk.finish_reason is not None
-                bodies = [envelope.wrap(reply.chunk_kind, [item]) for item in items if item is not None]
+                # With include_usage, OpenAI's chunks before the last carry an explicit null.
+                usage = {"usage": None} if common.include_usage else {}
+                bodies = [envelope.wrap(reply.chunk_kind, [item]) | usage for item in items if item is not None]
                 if running == 0 and common.include_metrics and not common.include_usage:
                     bodies[-1]["metrics"] = envelope.metrics()
                 if bodies:
                     await stream.send(map(sse.event, bodies), _durability(chunk.durable))
             last = [sse.DONE]
             if common.include_usage:
-                usage = envelope.wrap(reply.chunk_kind, []) | {"usage": envelope.usage()}
+                final = envelope.wrap(reply.chunk_kind, []) | {"usage": envelope.usage()}
                 if common.include_metrics:
-                    usage["metrics"] = envelope.metrics()
-                last.insert(0, sse.event(usage))
+                    final["metrics"] = envelope.metrics()
+                last.insert(0, sse.event(final))
             await stream.send(last)
         except Exception as error:
             if not stream.started or isinstance(error, ClientGone):
                 raise
+            log.warning("stream ended by an error", extra={"kind": type(error).__name__})
             await stream.send([sse.event(errors.describe(error).body)])
             if not isinstance(error, MootError):
                 await stream.close()

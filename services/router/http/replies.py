@@ -89,6 +89,11 @@ class Reply(Protocol):
         ...
 
 
+def ids(choice: Choice, token_ids: Sequence[int]) -> dict[str, Any]:
+    """The item's own ids, where the request asked for them (vLLM's `return_token_ids`)."""
+    return {"token_ids": list(token_ids)} if choice.return_token_ids else {}
+
+
 def ending(choice: Choice) -> dict[str, Any]:
     reason = choice.finish_reason
     return {"finish_reason": reason.value if reason else None, "stop_reason": choice.stop_reason}

@@ -8,9 +8,9 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeAlias, cast
 
-from moot.core.errors import DeadlineExceeded, MootError
+from moot.core.errors import DeadlineExceeded, Draining, MootError
 from moot.core.types import FinishReason, TokenLogprobs
 from moot.metrics import Metrics
 from services.router.http.settings import HttpSettings
@@ -18,6 +18,7 @@ from services.router.text import IncrementalText
 from services.router.types import GenerationChunk, GenerationMetrics, GenerationRequest, Generator
 
 log = logging.getLogger(__name__)
+_Queue: TypeAlias = "asyncio.Queue[tuple[Choice, GenerationChunk | BaseException]]"
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Choice:
     text: IncrementalText
     prompt_text: str = ""
     keep_text: bool = True
+    return_token_ids: bool = False
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -74,18 +76,25 @@ class ChoiceTimer:
 
 
 async def run_choices(
-    generator: Generator, choices: Sequence[Choice], settings: HttpSettings, metrics: Metrics, started: float
+    generator: Generator,
+    choices: Sequence[Choice],
+    settings: HttpSettings,
+    metrics: Metrics,
+    started: float,
+    aborting: asyncio.Event,
 ) -> AsyncGenerator[tuple[Choice, GenerationChunk], None]:
-    """Chunks of all choices as they come, each choice's in order. The first error ends all and is raised.
+    """Chunks of all choices as they come, each choice's in order. The first error ends all and is raised; Draining
+    when `aborting` is set.
 
     At most `stream_buffer_chunks` wait for the consumer; then the generations wait. Closing aborts every generation
     and returns when they have let go, or after `abort_timeout_s`.
     """
-    queue: asyncio.Queue[tuple[Choice, GenerationChunk | BaseException]] = asyncio.Queue(settings.stream_buffer_chunks)
+    queue: _Queue = asyncio.Queue(settings.stream_buffer_chunks)
     pumps = [
         asyncio.create_task(_pump(generator, choice, queue, settings, ChoiceTimer(metrics, started)))
         for choice in choices
     ]
+    pumps.append(asyncio.create_task(_interrupt(aborting, choices[0], queue)))
     try:
         running = len(choices)
         while running:
@@ -99,14 +108,21 @@ async def run_choices(
         for pump in pumps:
             pump.cancel()
         _, pending = await asyncio.wait(pumps, timeout=settings.abort_timeout_s)
+        for pump in pending:
+            pump.cancel()
         if pending:
             log.error("generations did not end after their abort", extra={"num_generations": len(pending)})
+
+
+async def _interrupt(aborting: asyncio.Event, choice: Choice, queue: _Queue) -> None:
+    await aborting.wait()
+    await queue.put((choice, Draining("the server shut down before the end")))
 
 
 async def _pump(
     generator: Generator,
     choice: Choice,
-    queue: asyncio.Queue[tuple[Choice, GenerationChunk | BaseException]],
+    queue: _Queue,
     settings: HttpSettings,
     timer: ChoiceTimer,
 ) -> None:

@@ -14,6 +14,8 @@ from moot.core.errors import ConfigError
 from services.router.limits import Admission
 
 _BACKLOG = 1024
+_LAST_WORDS_S = 2
+"""For aborted requests to say so and let go, at the very end."""
 
 
 class _Server(uvicorn.Server):
@@ -44,7 +46,7 @@ async def serve_http(
     """Serve until `stop` is set, then drain: readiness off and new requests 503 while those inside finish.
 
     `on_ready` gets the bound port (port 0: a free one) once connections are accepted. Requests that have not finished
-    after `drain_timeout_s` are aborted. Raises ConfigError when the address cannot be bound.
+    after `drain_timeout_s` are ended with Draining. Raises ConfigError when the address cannot be bound.
     """
     listener = _bind(host, port)
     bound_port = int(listener.getsockname()[1])
@@ -57,7 +59,7 @@ async def serve_http(
         proxy_headers=False,
         ws="none",
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        timeout_graceful_shutdown=_LAST_WORDS_S,
         backlog=_BACKLOG,
     )
     server = _Server(config, lambda: on_ready(bound_port))
@@ -68,10 +70,12 @@ async def serve_http(
         admission: Admission = app.state.front.admission
         admission.drain()
         if not await admission.wait_idle(drain_timeout_s):
-            # They have had their time: what is left is cancelled at once.
-            config.timeout_graceful_shutdown = 1
+            admission.aborting.set()
+            await admission.wait_idle(_LAST_WORDS_S)
         server.should_exit = True
         await serving
+        # uvicorn cancels what is left and does not look back.
+        await admission.wait_idle(_LAST_WORDS_S)
     finally:
         stopping.cancel()
         serving.cancel()

@@ -15,10 +15,12 @@ class HttpSettings:
 
     served_model_names: tuple[str, ...]
     """Names accepted as `model`; the first is used in answers to requests that name none."""
-    max_body_bytes: int = 8 * 1024 * 1024
+    max_body_bytes: int = 4 * 1024 * 1024
     max_json_depth: int = 32
     body_timeout_s: float = 30.0
     """For the whole body to arrive."""
+    max_prompt_bytes: int = 2 * 1024 * 1024
+    """Whatever the context, a longer prompt is not tokenized."""
     tokenize_timeout_s: float = 20.0
     tokenize_threads: int = 2
     max_n: int = 64

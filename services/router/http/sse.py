@@ -63,7 +63,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT], abor
     finally:
         watching.cancel()
         working.cancel()
-        await asyncio.wait((working, watching), timeout=abort_timeout_s)
+        ended, _ = await asyncio.wait((working, watching), timeout=abort_timeout_s)
+        for task in ended:
+            if not task.cancelled():
+                task.exception()  # looked at: what an abort raises concerns nobody
 
 
 async def _disconnected(receive: Receive) -> None:
