@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from moot import embedded_store
+from moot.client import Client, RequestFailed
 from moot.commands.common import run_folder
 from moot.config import option
-from moot.core.errors import ConfigError
+from moot.core.errors import ConfigError, DeadlineExceeded
 from moot.supervisor import Child, Say, Supervisor
 
 DEMO_MODEL = "smollm2-135m-instruct"
@@ -93,7 +95,23 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
         flags = _router_flags(config, model, verifier, drafters, store_url)
         router = supervisor.service("router", "router", flags, environ=_LIGHT_ENV)
         supervisor.wait_ready([router], config.start_timeout_s)
-        yield System(f"http://{config.host}:{router.port}", supervisor, router, drafters, verifier, logs)
+        url = f"http://{config.host}:{router.port}"
+        _wait_serving(url, supervisor, config.start_timeout_s)
+        yield System(url, supervisor, router, drafters, verifier, logs)
+
+
+def _wait_serving(url: str, supervisor: Supervisor, timeout_s: float) -> None:
+    """The router listens before it has met its verifier."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        supervisor.check()
+        try:
+            Client(url).get("/readyz")
+            return
+        except RequestFailed as error:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"the router is not ready after {timeout_s:g} s") from error
+        time.sleep(supervisor.POLL_S)
 
 
 def prepared_model(model: str, say: Say) -> Path | str:
@@ -145,8 +163,8 @@ def _router_flags(
 ) -> list[str]:
     name = config.served_model_name or Path(str(model)).name
     return [
-        *("--tokenizer", str(model), "--served-model-name", name, "--host", config.host, "--port", str(config.port)),
-        *("--metrics-port", "0", "--verifiers", f"{LOOPBACK}:{verifier.port}"),
+        *("--model", str(model), "--served-model-name", name, "--host", config.host, "--port", str(config.port)),
+        *("--grpc-port", "0", "--metrics-port", "0", "--verifiers", f"{LOOPBACK}:{verifier.port}"),
         *(
             "--drafters",
             ",".join(f"{child.name.removeprefix('drafter-')}={LOOPBACK}:{child.port}" for child in drafters),
