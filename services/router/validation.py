@@ -15,8 +15,9 @@ from typing import Any
 from moot.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from moot.core.noise import choice_seed
 from moot.core.types import ModelInfo, SamplingParams
-from services.router.fields import Fields, is_integer, is_text
+from services.router.fields import Fields, is_text
 from services.router.http.settings import HttpSettings
+from services.router.prompts import read_messages, read_prompts
 from services.router.types import GenerationRequest
 
 _MAX_INT = 2**31 - 1
@@ -27,8 +28,6 @@ _UNSUPPORTED = (
     "reasoning_effort", "service_tier", "structured_outputs", "suffix", "tool_choice", "tools",
     "truncate_prompt_tokens", "use_beam_search", "verbosity", "web_search_options",
 )  # fmt: skip
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""`developer` is OpenAI's newer word for `system`; chat templates know the old one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def parse_completion(
     """Raises InvalidRequest with `param`, or ModelNotFound."""
     fields = Fields(values)
     model = _model(fields, settings)
-    prompts = _prompts(fields, settings, info)
+    prompts = read_prompts(fields, settings, info)
     num_logprobs = fields.integer("logprobs", 0, settings.max_logprobs)
     fields.neutral("best_of", 1)
     echo = fields.boolean("echo")
@@ -94,7 +93,7 @@ def parse_chat(
     """Raises InvalidRequest with `param`, or ModelNotFound."""
     fields = Fields(values)
     model = _model(fields, settings)
-    messages = _messages(fields, settings)
+    messages = read_messages(fields, settings)
     wants_logprobs = fields.boolean("logprobs")
     num_top = fields.integer("top_logprobs", 0, settings.max_logprobs)
     if num_top is not None and not wants_logprobs:
@@ -157,6 +156,7 @@ def plan_requests(
                     # Callers do not see each other's prefix cache; without keys all are one caller.
                     cache_salt=salt if caller or common.cache_salt else "",
                     body_fingerprint=fingerprint,
+                    stop_strings=common.stops,
                 )
             )
     return tuple(planned)
@@ -287,65 +287,3 @@ def _stream_options(fields: Fields, stream: bool) -> bool:
     options.neutral("continuous_usage_stats", False)
     options.finish()
     return include_usage
-
-
-def _prompts(fields: Fields, settings: HttpSettings, info: ModelInfo) -> tuple[str | tuple[int, ...], ...]:
-    value = fields.take("prompt")
-    if isinstance(value, str) or (isinstance(value, list) and value and is_integer(value[0])):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        fields.fail("prompt", "must be a string, a list of strings, a list of token ids or a list of such lists")
-    if len(value) > settings.max_prompts:
-        fields.fail("prompt", f"must be at most {settings.max_prompts} prompts")
-    if any(type(item) is not type(value[0]) for item in value):
-        fields.fail("prompt", "must not mix strings and token ids")
-    prompts: list[str | tuple[int, ...]] = []
-    for item in value:
-        if is_text(item):
-            prompts.append(item)
-        elif isinstance(item, list) and all(is_integer(index) and 0 <= index < info.vocab_size for index in item):
-            prompts.append(tuple(item))
-        else:
-            fields.fail("prompt", f"must be valid Unicode text, or token ids from 0 to {info.vocab_size - 1}")
-        if not item:
-            fields.fail("prompt", "must not be empty")
-    return tuple(prompts)
-
-
-def _messages(fields: Fields, settings: HttpSettings) -> tuple[dict[str, str], ...]:
-    value = fields.take("messages")
-    if not isinstance(value, list) or not 0 < len(value) <= settings.max_messages:
-        fields.fail("messages", f"must be a list of 1 to {settings.max_messages} messages")
-    return tuple(_message(fields, index, message) for index, message in enumerate(value))
-
-
-def _message(fields: Fields, index: int, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict):
-        fields.fail(f"messages[{index}]", "must be an object")
-    message = Fields(value, f"messages[{index}].")
-    role = message.take("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        message.fail("role", f"must be one of {', '.join(_ROLES)}")
-    content = message.take("content")
-    if isinstance(content, list) and content:
-        # One line per part, so that words of two parts do not run together.
-        content = "\n".join(_text_part(message, number, part) for number, part in enumerate(content))
-    if not is_text(content):
-        message.fail("content", "must be a string of valid Unicode or a list of text parts")
-    for field in ("name", "refusal", "audio", "function_call", "tool_calls", "tool_call_id", "annotations"):
-        message.neutral(field)
-    message.finish()
-    return {"role": _ROLES[role], "content": content}
-
-
-def _text_part(message: Fields, number: int, value: Any) -> str:
-    if not isinstance(value, dict):
-        message.fail(f"content[{number}]", "must be an object")
-    part = Fields(value, message.name(f"content[{number}]."))
-    kind, text = part.take("type"), part.take("text")
-    if kind != "text":
-        part.fail("type", "must be text")
-    if not is_text(text):
-        part.fail("text", "must be a string of valid Unicode")
-    part.finish()
-    return str(text)

@@ -81,7 +81,7 @@ async def run_choices(
     settings: HttpSettings,
     metrics: Metrics,
     started: float,
-    aborting: asyncio.Event,
+    aborting: asyncio.Event | None = None,
 ) -> AsyncGenerator[tuple[Choice, GenerationChunk], None]:
     """Chunks of all choices as they come, each choice's in order. The first error ends all and is raised; Draining
     when `aborting` is set.
@@ -94,7 +94,8 @@ async def run_choices(
         asyncio.create_task(_pump(generator, choice, queue, settings, ChoiceTimer(metrics, started)))
         for choice in choices
     ]
-    pumps.append(asyncio.create_task(_interrupt(aborting, choices[0], queue)))
+    if aborting is not None:
+        pumps.append(asyncio.create_task(_interrupt(aborting, choices[0], queue)))
     try:
         running = len(choices)
         while running:
