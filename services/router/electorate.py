@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moot.core.errors import InvalidRequest
 from moot.core.generation import Advance, Generation
 from moot.core.policy import Plan, PoolPolicy, RequestPolicy
-from moot.core.types import Draft, Proposal, Verification
+from moot.core.types import Proposal, Verification
 from moot.core.voting import VoteResult, validate_proposal
 from moot.metrics import Metrics
 from services.router.ports import BallotBox, Drafter, DrafterSource, Prefix, known_ids
@@ -178,29 +177,3 @@ class Voters:
             else:
                 self._metrics.proposals_dropped.labels(proposal.drafter_id, reason).inc()
         return valid
-
-
-def count_round(
-    metrics: Metrics, draft: Draft, advance: Advance, before: Mapping[str, tuple[int, int, int]], generation: Generation
-) -> None:
-    """Move the counters by exactly what `generation` gained in this round; `before`: its drafters' counts before."""
-    metrics.rounds.inc()
-    metrics.draft_tokens.inc(len(draft))
-    metrics.accepted_tokens.inc(advance.num_accepted)
-    for depth in range(advance.num_accepted):
-        metrics.accepted_tokens_per_position.labels(str(depth)).inc()
-    for drafter_id, count in generation.drafters.items():
-        proposed, accepted, won = before.get(drafter_id, (0, 0, 0))
-        if count.num_proposed_tokens > proposed:
-            metrics.proposal_tokens.labels(drafter_id).inc(count.num_proposed_tokens - proposed)
-        if count.num_accepted_tokens > accepted:
-            metrics.proposals_accepted_tokens.labels(drafter_id).inc(count.num_accepted_tokens - accepted)
-        if count.num_votes_won > won:
-            metrics.votes_won.labels(drafter_id).inc(count.num_votes_won - won)
-
-
-def drafter_counts(generation: Generation) -> dict[str, tuple[int, int, int]]:
-    return {
-        drafter_id: (count.num_proposed_tokens, count.num_accepted_tokens, count.num_votes_won)
-        for drafter_id, count in generation.drafters.items()
-    }

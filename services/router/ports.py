@@ -54,7 +54,10 @@ class BallotBox:
     deadline has passed. Both deadlines count from the moment the drafters were asked.
     """
 
-    __slots__ = ("_awaited", "_hard_at", "_loop", "_num_asked", "_quorum", "_soft_at", "_waiter", "closed", "proposals")
+    __slots__ = (
+        *("_awaited", "_hard_at", "_loop", "_num_asked", "_quorum", "_soft_at", "_timer", "_waiter"),
+        *("closed", "proposals"),
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, soft_s: float, hard_s: float, quorum: float) -> None:
         """`quorum`: the share of the drafters asked, 0 to 1."""
@@ -64,6 +67,7 @@ class BallotBox:
         self._awaited: set[Drafter] = set()
         self._num_asked = 0
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle
         self.closed = False
         self.proposals: list[tuple[Drafter, tuple[Proposal, ...]]] = []
 
@@ -93,13 +97,12 @@ class BallotBox:
         try:
             if not self._complete():
                 self._waiter = self._loop.create_future()
-                timers = [self._loop.call_at(at, self._wake) for at in (self._soft_at, self._hard_at)]
+                self._timer = self._loop.call_at(self._soft_at, self._on_soft_deadline)
                 try:
                     await self._waiter
                 finally:
                     self._waiter = None
-                    for timer in timers:
-                        timer.cancel()
+                    self._timer.cancel()
         finally:
             self.closed = True
         return frozenset(self._awaited)
@@ -115,6 +118,15 @@ class BallotBox:
         if now >= self._hard_at:
             return True
         return now >= self._soft_at and len(self.proposals) >= math.ceil(self._quorum * self._num_asked)
+
+    def _on_soft_deadline(self) -> None:
+        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._timer = self._loop.call_at(self._hard_at, self._on_hard_deadline)
+
+    def _on_hard_deadline(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done() and self._complete():

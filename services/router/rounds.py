@@ -16,7 +16,8 @@ from moot.core.errors import DeadlineExceeded, MootError, NoCapacity, PeerError,
 from moot.core.generation import Generation
 from moot.core.types import FinishReason, Verification
 from moot.metrics import Metrics
-from services.router.electorate import Electorate, count_round, drafter_counts
+from services.router.counting import Known, RoundCounters
+from services.router.electorate import Electorate
 from services.router.ports import Prefix, Targets
 from services.router.spans import Span, SpanQueue
 from services.router.types import (
@@ -61,13 +62,14 @@ class Rounds:
         self._store = store
         self._model = model
         self._metrics = metrics
+        self._counters = RoundCounters(metrics)
         self._max_buffered_spans = max_buffered_spans
         self.num_running = 0
 
     async def generate(self, request: GenerationRequest, assembler: TextAssembler) -> AsyncIterator[GenerationChunk]:
         """Chunks of one choice. Raises what Target.open does, StoreError when another router owns the request."""
         spans = SpanQueue(self._max_buffered_spans)
-        course = _Course(self._targets, self._electorate, request, assembler, spans, self._metrics)
+        course = _Course(self._targets, self._electorate, request, assembler, spans, self._metrics, self._counters)
         task = asyncio.create_task(course.run())
         committed, epoch = len(request.output_token_ids), request.epoch or 1
         ending: FinishReason | None = FinishReason.ABORT
@@ -142,6 +144,7 @@ class _Course:
         assembler: TextAssembler,
         spans: SpanQueue,
         metrics: Metrics,
+        counters: RoundCounters,
     ) -> None:
         self._generation = Generation(request.prompt_token_ids, request.params, list(request.output_token_ids))
         self._prefix = Prefix(
@@ -158,7 +161,8 @@ class _Course:
         self._assembler = assembler
         self._spans = spans
         self._metrics = metrics
-        self._stages = {stage: metrics.round_duration_seconds.labels(stage) for stage in ("draft", "verify")}
+        self._counters = counters
+        self._known: Known = {}
 
     async def run(self) -> None:
         """Ends the spans in every case, and frees drafters and verifier in every case."""
@@ -191,14 +195,13 @@ class _Course:
             voters.forget_inside()
             return await self._commit_opening(verification)
         delta = self._assembler.push(verification.output_token_ids)
-        before = drafter_counts(generation)
         advance = generation.advance(
             verification, result.draft, proposals, result.winner_ids, delta.num_tokens_kept, delta.stopped
         )
         voters.learn(plan, result, advance, verification, draft_seconds)
-        count_round(self._metrics, result.draft, advance, before, generation)
-        self._stages["draft"].observe(draft_seconds)
-        self._stages["verify"].observe(voters.draft_seconds - draft_seconds)
+        self._counters.count(result.draft, advance, generation, self._known)
+        self._counters.draft_seconds.observe(draft_seconds)
+        self._counters.verify_seconds.observe(voters.draft_seconds - draft_seconds)
         await self._emit(verification, delta)
 
     async def _commit_opening(self, verification: Verification) -> None:

@@ -1,0 +1,201 @@
+"""Everything a router can be told, every bound and every wait: defaults stand here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moot.config import option
+from moot.core.errors import ConfigError
+from moot.core.shapes import SHAPES
+from moot.core.speculation import LENGTHS
+from moot.core.voting import POLICIES
+from moot.core.weights import WEIGHTS
+from moot.rpc.link import LinkConfig
+from services.router.electorate import BallotPolicy
+from services.router.http.settings import HttpSettings
+from services.router.links import LinkPolicy
+from services.router.store.config import MODES, StoreConfig
+from services.router.strikes import StrikePolicy
+from services.router.verifiers import TargetPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    model: str = option(help="folder or hub id whose tokenizer and chat template are the target's")
+    revision: str | None = option(None, help="pinned revision of a hub id")
+    served_model_name: tuple[str, ...] = option(
+        (), help="names of the model in the API (none: the last part of --model)"
+    )
+    host: str = option("127.0.0.1", help="address to listen on")
+    port: int = option(8000, help="HTTP port; 0 chooses a free one")
+    grpc_port: int = option(8001, help="port of RouterService; 0 chooses a free one")
+    metrics_port: int = option(8002, help="port of /metrics, /livez and /readyz; 0 chooses a free one")
+    ready_file: Path | None = option(None, help="written as JSON with the bound ports once requests are served")
+    log_level: str = option("info", help="least level logged", choices=("debug", "info", "warning", "error"))
+
+    verifiers: tuple[str, ...] = option(help="host:port of each verifier, or dns:///name:port")
+    drafters: tuple[str, ...] = option((), help="id=host:port|host:port for each drafter and its replicas, or dns:///")
+    in_process_drafters: tuple[str, ...] = option(
+        (), help="drafters in this process: [id=]kind[:option=value]..., for instance suffix,prompt_lookup"
+    )
+    discovery_interval_s: float = option(5.0, help="seconds between look-ups of DNS names")
+    discovery_timeout_s: float = option(3.0, help="seconds that one look-up may take; after it the last list stays")
+
+    vote: str = option("calibrated", help="how the drafters' proposals become one path", choices=tuple(POLICIES))
+    shape: str = option("tree", help="what is verified of them", choices=tuple(SHAPES))
+    weights: str = option("hedge", help="how a drafter's weight moves", choices=tuple(WEIGHTS))
+    length: str = option("goodput", help="how K is chosen, the tokens asked of the drafters", choices=LENGTHS)
+    num_speculative_tokens: int = option(8, help="greatest K; 0: no drafting at all")
+    max_draft_tokens: int = option(16, help="tokens of one draft, all branches of a tree together")
+    proposal_width: int = option(1, help="proposals that one drafter may make for a round")
+    num_top_candidates: int = option(8, help="likely ids reported for drafters that live from them (recycling)")
+
+    vote_soft_deadline_ms: float = option(50.0, help="milliseconds after which a quorum of the drafters suffices")
+    vote_hard_deadline_ms: float = option(250.0, help="milliseconds after which a round goes on with what has come")
+    vote_quorum: float = option(0.5, help="share of the drafters asked that suffices, 0 to 1")
+    max_strikes: int = option(3, help="late or malformed answers until a drafter is ejected")
+    eject_s: float = option(30.0, help="seconds of the first ejection; the n-th in a row lasts n times as long")
+    drafter_warm_up_s: float = option(2.0, help="seconds in which a drafter may read a prompt before lateness counts")
+    strike_memory_s: float = option(300.0, help="seconds after which malformed answers and ejections are forgotten")
+
+    heartbeat_interval_s: float = option(1.0, help="seconds between heartbeats to a verifier")
+    max_missed_heartbeats: int = option(3, help="missed or unprogressing heartbeats until a verifier is lost")
+    open_timeout_s: float = option(300.0, help="seconds for a verifier to read a prompt, its queue included")
+    verify_timeout_s: float = option(60.0, help="seconds for a verifier to answer a draft, the pool included")
+    no_verifier_wait_s: float = option(10.0, help="seconds a request waits while no verifier can take it; then 503")
+    capacity_retry_s: float = option(0.1, help="seconds until a full verifier is asked again")
+    max_moves: int = option(3, help="lost verifiers that one request survives")
+    max_kills: int = option(2, help="lost verifiers that were computing a request until it is not tried again")
+    probation_wait_s: float = option(5.0, help="seconds such a request waits to be tried without other suspects")
+
+    backoff_min_s: float = option(0.1, help="seconds until a lost peer is connected to again, at first")
+    backoff_max_s: float = option(5.0, help="seconds until then at most")
+    refused_retry_s: float = option(10.0, help="seconds until a peer with another tokenizer or model is asked again")
+    max_queued_commands: int = option(8192, help="commands to one peer not yet sent; past it the stream is ended")
+    connect_timeout_ms: int = option(2_000, help="milliseconds to connect to a peer")
+    describe_timeout_ms: int = option(2_000, help="milliseconds for a peer to say what it is")
+    max_message_bytes: int = option(16 * 1024 * 1024, help="size limit of one frame, equal on both sides")
+    keepalive_time_ms: int = option(5_000, help="milliseconds between keepalive pings, equal on both sides")
+    keepalive_timeout_ms: int = option(3_000, help="milliseconds until an unanswered ping ends the connection")
+
+    redis_url: str | None = option(None, help="server of request records, redis://host:port/0 (none: memory only)")
+    store_mode: str = option("degrade", help="what an unreachable server of records means", choices=MODES)
+    store_prefix: str = option("moot", help="first part of every key on it")
+    store_timeout_s: float = option(0.1, help="seconds that one attempt on it may take")
+
+    api_key: tuple[str, ...] = option((), help="keys that callers must show (none, and no file: everybody may call)")
+    api_keys_file: Path | None = option(None, help="file of sha256 hashes of further keys, one a line")
+    max_body_bytes: int = option(8 * 1024 * 1024, help="size limit of a request body")
+    max_choices_in_flight: int = option(1024, help="choices generated at a time; one more is refused with 503")
+    max_choices_per_key: int = option(256, help="choices of one API key at a time; one more is refused with 429")
+    max_buffered_spans: int = option(64, help="rounds that a slow reader may lag behind before its request pauses")
+    retry_after_s: float = option(1.0, help="seconds that a refused caller is told to wait")
+    drain_grace_s: float = option(20.0, help="seconds that running requests may finish in after SIGTERM")
+    stall_limit_s: float = option(10.0, help="seconds without a turn of the event loop until /livez says no")
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for values that cannot work together."""
+        positive = (
+            *(
+                "discovery_interval_s",
+                "discovery_timeout_s",
+                "vote_hard_deadline_ms",
+                "eject_s",
+                "heartbeat_interval_s",
+            ),
+            *("open_timeout_s", "verify_timeout_s", "no_verifier_wait_s", "capacity_retry_s", "backoff_min_s"),
+            *("backoff_max_s", "refused_retry_s", "max_queued_commands", "max_strikes", "max_missed_heartbeats"),
+            *("max_buffered_spans", "proposal_width", "drain_grace_s", "stall_limit_s", "max_kills"),
+        )
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0")
+        for name in ("num_speculative_tokens", "max_draft_tokens", "max_moves", "vote_soft_deadline_ms"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative")
+        if self.vote_soft_deadline_ms > self.vote_hard_deadline_ms:
+            raise ConfigError("vote_soft_deadline_ms must not be above vote_hard_deadline_ms")
+        if not 0 <= self.vote_quorum <= 1:
+            raise ConfigError("vote_quorum must be 0 to 1")
+        if not self.verifiers:
+            raise ConfigError("--verifiers must name at least one")
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        return self.served_model_name or (self.model.rstrip("/").rsplit("/", 1)[-1],)
+
+    @property
+    def link(self) -> LinkConfig:
+        return LinkConfig(
+            keepalive_time_ms=self.keepalive_time_ms,
+            keepalive_timeout_ms=self.keepalive_timeout_ms,
+            max_message_bytes=self.max_message_bytes,
+            connect_timeout_ms=self.connect_timeout_ms,
+            describe_timeout_ms=self.describe_timeout_ms,
+        )
+
+    @property
+    def link_policy(self) -> LinkPolicy:
+        return LinkPolicy(
+            link=self.link,
+            backoff_min_s=self.backoff_min_s,
+            backoff_max_s=self.backoff_max_s,
+            refused_retry_s=self.refused_retry_s,
+            max_queued_commands=self.max_queued_commands,
+        )
+
+    @property
+    def target_policy(self) -> TargetPolicy:
+        return TargetPolicy(
+            heartbeat_interval_s=self.heartbeat_interval_s,
+            max_missed_heartbeats=self.max_missed_heartbeats,
+            open_timeout_s=self.open_timeout_s,
+            verify_timeout_s=self.verify_timeout_s,
+            no_verifier_wait_s=self.no_verifier_wait_s,
+            retry_after_s=self.retry_after_s,
+            max_moves=self.max_moves,
+            max_kills=self.max_kills,
+            probation_wait_s=self.probation_wait_s,
+            capacity_retry_s=self.capacity_retry_s,
+        )
+
+    @property
+    def ballot_policy(self) -> BallotPolicy:
+        return BallotPolicy(
+            soft_deadline_s=self.vote_soft_deadline_ms / 1000,
+            hard_deadline_s=self.vote_hard_deadline_ms / 1000,
+            quorum=self.vote_quorum,
+            width=self.proposal_width,
+            num_top_candidates=self.num_top_candidates,
+        )
+
+    @property
+    def strike_policy(self) -> StrikePolicy:
+        return StrikePolicy(
+            max_strikes=self.max_strikes,
+            eject_s=self.eject_s,
+            warm_up_s=self.drafter_warm_up_s,
+            memory_s=self.strike_memory_s,
+        )
+
+    @property
+    def store(self) -> StoreConfig | None:
+        if self.redis_url is None:
+            return None
+        return StoreConfig(
+            url=self.redis_url, mode=self.store_mode, prefix=self.store_prefix, timeout_s=self.store_timeout_s
+        )
+
+    @property
+    def http(self) -> HttpSettings:
+        return HttpSettings(
+            served_model_names=self.served_model_names,
+            max_body_bytes=self.max_body_bytes,
+            max_choices_in_flight=self.max_choices_in_flight,
+            max_choices_per_key=self.max_choices_per_key,
+            retry_after_s=self.retry_after_s,
+            # A choice's next chunk may need every wait that a request survives.
+            chunk_timeout_s=(self.max_moves + 1) * (self.open_timeout_s + self.no_verifier_wait_s)
+            + self.verify_timeout_s,
+        )

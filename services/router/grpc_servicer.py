@@ -1,0 +1,164 @@
+"""RouterService: the HTTP API's twin. Requests are checked by the same code, choices run by the same code."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+
+from moot.core.errors import InvalidRequest
+from moot.core.types import ModelInfo
+from moot.logs import request_id_var
+from moot.rpc import convert
+from moot.v1 import router_service_pb2 as pb
+from moot.v1 import router_service_pb2_grpc
+from services.router import validation
+from services.router.auth import ApiKeys
+from services.router.http.endpoint import Front
+from services.router.http.running import Choice, run_choices
+from services.router.limits import Ticket
+from services.router.stop_strings import StopStrings
+from services.router.text import IncrementalText
+from services.router.types import GenerationChunk, GenerationMetrics, GenerationRequest
+
+_NAMED_OTHERWISE = frozenset({"chat", "prompt", "prompt_token_ids", "logit_bias", "seed"})
+
+
+class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
+    """`front` is shared with the HTTP app: one admission, one set of limits, one drain."""
+
+    def __init__(self, front: Front, keys: ApiKeys) -> None:
+        self._front = front
+        self._keys = keys
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        started, front = time.monotonic(), self._front
+        base_id = f"grpc-{uuid.uuid4().hex}"
+        request_id_var.set(base_id)
+        caller = self._keys.caller(_authorization(context))
+        with front.admission.enter(caller) as ticket:
+            info = front.serving()
+            requests, common = await self._plan(request, info, ticket, caller, base_id)
+            choices = self._choices(requests, common, info)
+            running = run_choices(
+                front.generator, choices, front.settings, front.metrics, started, front.admission.aborting
+            )
+            async with aclosing(running) as chunks:
+                async for choice, chunk in chunks:
+                    yield _response(choice, chunk)
+
+    async def _plan(
+        self, request: pb.GenerateRequest, info: ModelInfo, ticket: Ticket, caller: str, base_id: str
+    ) -> tuple[tuple[GenerationRequest, ...], validation.CommonBody]:
+        front, values = self._front, _fields(request)
+        drafter_ids = front.state.drafter_ids()
+        kind = request.WhichOneof("input")
+        prompts: tuple[tuple[int, ...], ...]
+        if kind == "chat":
+            if "logprobs" in values:
+                values["top_logprobs"], values["logprobs"] = values["logprobs"], True
+            values["messages"] = [{"role": turn.role, "content": turn.content} for turn in request.chat.messages]
+            chat = validation.parse_chat(values, front.settings, info, drafter_ids)
+            ticket.grow(chat.common.n)
+            ids = await front.tokenizer.encode_chat(
+                chat.messages,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                context_limit=info.context_limit,
+            )
+            common, prompts = chat.common, (ids,)
+        elif kind is None:
+            raise InvalidRequest("one of chat, prompt and prompt_token_ids is required", "input")
+        else:
+            ids_given = list(request.prompt_token_ids.token_ids)
+            values["prompt"] = request.prompt if kind == "prompt" else ids_given
+            completion = validation.parse_completion(values, front.settings, info, drafter_ids)
+            common = completion.common
+            ticket.grow(common.n)
+            if kind == "prompt":
+                prompts = await front.tokenizer.encode(
+                    [request.prompt], add_special_tokens=True, context_limit=info.context_limit, param="prompt"
+                )
+            else:
+                prompts = (tuple(ids_given),)
+        planned = validation.plan_requests(common, prompts, info, base_id, caller, "", kind)
+        return tuple(replace(one, stop_strings=common.stops) for one in planned), common
+
+    def _choices(
+        self, requests: tuple[GenerationRequest, ...], common: validation.CommonBody, info: ModelInfo
+    ) -> list[Choice]:
+        stops = StopStrings(common.stops)
+        return [
+            Choice(
+                index,
+                request,
+                IncrementalText(
+                    self._front.tokenizer.tokens,
+                    stops=stops,
+                    min_tokens=request.params.min_tokens,
+                    ending_token_ids=request.params.ending_token_ids(info.end_token_ids),
+                ),
+                keep_text=False,
+            )
+            for index, request in enumerate(requests)
+        ]
+
+
+def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
+    """The request in the names of the HTTP API, absent fields left out."""
+    values: dict[str, Any] = {
+        field.name: list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        for field, value in request.ListFields()
+        if field.name not in _NAMED_OTHERWISE
+    }
+    if request.logit_bias:
+        values["logit_bias"] = {str(token): bias for token, bias in request.logit_bias.items()}
+    if request.HasField("seed"):
+        # The API's seeds are signed; equal modulo 2**64 is the same seed.
+        values["seed"] = request.seed - (1 << 64) if request.seed >> 63 else request.seed
+    return values
+
+
+def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for key, value in metadata if key == "authorization"), None)
+
+
+def _response(choice: Choice, chunk: GenerationChunk) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        request_id=choice.request.request_id,
+        choice_index=choice.index,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        logprobs=[convert.logprobs_to_pb(entry) for entry in chunk.logprobs],
+        finish_reason=convert.finish_to_pb(chunk.finish_reason),
+        metrics=None if chunk.metrics is None else _metrics(chunk.metrics),
+    )
+
+
+def _metrics(metrics: GenerationMetrics) -> pb.GenerationMetrics:
+    return pb.GenerationMetrics(
+        num_prompt_tokens=metrics.num_prompt_tokens,
+        num_output_tokens=metrics.num_output_tokens,
+        num_cached_tokens=metrics.num_cached_tokens,
+        num_rounds=metrics.num_rounds,
+        num_draft_tokens=metrics.num_draft_tokens,
+        num_accepted_tokens=metrics.num_accepted_tokens,
+        num_accepted_tokens_per_position=metrics.num_accepted_tokens_per_position,
+        drafters=[
+            pb.DrafterMetrics(
+                drafter_id=drafter_id,
+                num_proposed_tokens=counts.num_proposed_tokens,
+                num_accepted_tokens=counts.num_accepted_tokens,
+                num_votes_won=counts.num_votes_won,
+            )
+            for drafter_id, counts in metrics.drafters.items()
+        ],
+    )

@@ -1,0 +1,211 @@
+"""A router from start to end: what is made in which order, what is told when, and what is let go of."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from moot.core.errors import Draining, MootError, NoCapacity
+from moot.core.policy import make_policy
+from moot.core.types import ModelInfo
+from moot.metrics import AdminServer, Metrics
+from moot.proposers.registry import create
+from moot.rpc.server import GrpcServer, termination_event, write_ready_file
+from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
+from moot.v1 import router_service_pb2_grpc
+from services.router.auth import ApiKeys
+from services.router.config import RouterConfig
+from services.router.discovery import follow, parse_drafters, parse_local, parse_source
+from services.router.drafter_pools import DrafterPool
+from services.router.electorate import Electorate
+from services.router.grpc_servicer import RouterServicer
+from services.router.http import create_app, serve_http
+from services.router.links import PeerLink, PeerState
+from services.router.local_drafters import LocalPool
+from services.router.rounds import Rounds, ServedModel
+from services.router.store import open_store
+from services.router.targets import VerifierPool
+
+SERVICE = "moot.v1.RouterService"
+
+
+class Peers:
+    """The verifiers and drafters of one router, and what the fronts and the gauges are told of them."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Any, metrics: Metrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._tasks: list[asyncio.Task[None]] = []
+        self._last_served = time.monotonic()
+        self.draining = False
+        self.targets = VerifierPool(
+            config.link_policy, config.target_policy, tokenizer_fingerprint(tokenizer), metrics, self.on_state
+        )
+        policy = make_policy(
+            vote=config.vote,
+            shape=config.shape,
+            weights=config.weights,
+            length=config.length,
+            num_speculative_tokens=config.num_speculative_tokens,
+            max_draft_tokens=config.max_draft_tokens,
+        )
+        self.electorate = Electorate(policy, config.ballot_policy, metrics)
+        self.pools = {
+            drafter_id: DrafterPool(
+                drafter_id,
+                config.link_policy,
+                config.strike_policy,
+                lambda: self.targets.fingerprint,
+                metrics,
+                self.on_state,
+                policy.admit,
+                round(config.vote_hard_deadline_ms),
+            )
+            for drafter_id in parse_drafters(config.drafters)
+        }
+        self.local = [
+            LocalPool(
+                spec.drafter_id,
+                create(spec.kind, {"vocab_size": vocabulary_size(tokenizer), **spec.options}),
+                config.strike_policy,
+                metrics,
+            )
+            for spec in parse_local(config.in_process_drafters)
+        ]
+        for pool in self.local:
+            policy.admit(pool.drafter_id, pool.proposer.family)
+        self.electorate.sources.update(self.pools)
+        self.electorate.sources.update({pool.drafter_id: pool for pool in self.local})
+
+    def start(self) -> None:
+        config = self._config
+        waits = (config.discovery_interval_s, config.discovery_timeout_s)
+        sources = [(parse_source(config.verifiers, *waits), self.targets.set_addresses)]
+        for drafter_id, addresses in parse_drafters(config.drafters).items():
+            sources.append((parse_source(addresses, *waits), self.pools[drafter_id].set_addresses))
+        self._tasks = [asyncio.create_task(follow(source, apply)) for source, apply in sources]
+        self.on_state()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(pool.set_addresses([]) for pool in self.pools.values()), self.targets.set_addresses([]))
+
+    def on_state(self) -> None:
+        """Some peer's state changed."""
+        if self.targets.is_available:
+            self._last_served = time.monotonic()
+        _count_states(self._metrics, "verifier", self.targets.links.values())
+        _count_states(self._metrics, "drafter", [link for pool in self.pools.values() for link in pool.links.values()])
+        drafts = self._config.num_speculative_tokens > 0
+        alone = drafts and not self.local and not any(pool.is_available for pool in self.pools.values())
+        self._metrics.degraded.labels("no_drafters").set(alone)
+        self._metrics.degraded.labels("no_verifiers").set(not self.targets.is_available)
+
+    # What the fronts ask (http.settings.FrontState).
+
+    def model_info(self) -> ModelInfo | None:
+        return self.targets.info
+
+    def drafter_ids(self) -> frozenset[str]:
+        return self.electorate.drafter_ids
+
+    def refusal(self) -> MootError | None:
+        """New requests wait for a verifier as long as one was there a moment ago, and are refused after that."""
+        if self.draining:
+            return Draining("this router is going away", self._config.retry_after_s)
+        if self.targets.is_available:
+            self._last_served = time.monotonic()
+        elif time.monotonic() - self._last_served > self._config.no_verifier_wait_s:
+            return NoCapacity("no verifier can be reached", self._config.retry_after_s)
+        return None
+
+
+def _count_states(metrics: Metrics, role: str, links: Iterable[PeerLink[Any]]) -> None:
+    counts = Counter(link.state for link in links)
+    for state in PeerState:
+        metrics.peers.labels(role, state.value).set(counts[state])
+
+
+class LoopWatch:
+    """Whether the event loop still turns; asked from another thread."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._turned_at = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+        self._turn()
+
+    def alive(self) -> bool:
+        return time.monotonic() - self._turned_at < self._limit_s
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _turn(self) -> None:
+        self._turned_at = time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s / 4, self._turn)
+
+
+async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -> None:
+    """Serve until SIGTERM; then readiness off, new requests refused, running ones finished, everything closed."""
+    terminated = terminated or termination_event()
+    metrics = Metrics()
+    tokenizer = load_tokenizer(config.model, config.revision)
+    keys = ApiKeys.from_keys(config.api_key)
+    if config.api_keys_file is not None:
+        keys = keys | ApiKeys.from_file(config.api_keys_file)
+    peers = Peers(config, tokenizer, metrics)
+    store = await open_store(config.store, lambda up: _note_store(metrics, up))
+    model = ServedModel(config.served_model_names[0], tokenizer_fingerprint(tokenizer))
+    rounds = Rounds(peers.targets, peers.electorate, store, model, metrics, config.max_buffered_spans)
+    watch = LoopWatch(config.stall_limit_s)
+    app = create_app(rounds, tokenizer, config.http, state=peers, metrics=metrics, api_keys=keys, alive=watch.alive)
+    server = GrpcServer(config.link, (SERVICE,))
+    router_service_pb2_grpc.add_RouterServiceServicer_to_server(RouterServicer(app.state.front, keys), server.server)
+    admin = AdminServer(
+        metrics,
+        host=config.host,
+        port=config.metrics_port,
+        alive=watch.alive,
+        ready=lambda: not terminated.is_set() and peers.refusal() is None and peers.model_info() is not None,
+    )
+    try:
+        peers.start()
+        await server.start(config.host, config.grpc_port)
+        await server.set_serving(True)
+        drain = asyncio.create_task(_drain(terminated, peers, server))
+        await serve_http(
+            app,
+            config.host,
+            config.port,
+            stop=terminated,
+            drain_timeout_s=config.drain_grace_s,
+            on_ready=lambda port: write_ready_file(
+                config.ready_file, port=port, grpc_port=server.port, metrics_port=admin.port
+            ),
+        )
+        await drain
+    finally:
+        await server.stop(grace_s=1.0)
+        await peers.close()
+        await store.close()
+        admin.close()
+        watch.close()
+
+
+async def _drain(terminated: asyncio.Event, peers: Peers, server: GrpcServer) -> None:
+    """Both fronts share one admission, so that the HTTP front's drain waits for gRPC calls as well."""
+    await terminated.wait()
+    peers.draining = True
+    await server.set_serving(False)
+
+
+def _note_store(metrics: Metrics, up: bool) -> None:
+    metrics.state_store_up.set(up)
+    metrics.degraded.labels("store").set(not up)
