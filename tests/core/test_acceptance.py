@@ -49,7 +49,7 @@ def true_drafts(draw: st.DrawFn, salt: int) -> Draft:
     """The target's own continuation, corrupted at a drawn place, with siblings grown at drawn places."""
     length = draw(st.integers(0, 6))
     chain = list(plain(salt, length, ends=False))
-    if chain and draw(st.booleans()):
+    if draw(st.booleans()) and chain:
         chain[draw(st.integers(0, len(chain) - 1))] = draw(st.integers(0, VOCAB - 1))
     token_ids: list[int] = []
     parents: list[int] = []

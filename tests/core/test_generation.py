@@ -58,8 +58,8 @@ def test_a_request_ends_where_plain_decoding_does_and_its_counters_add_up(
     while not state.is_finished:
         done = len(state.output_token_ids)
         cut = data.draw(st.integers(0, 6))
-        ids = list(TEXT[done : done + cut])
-        if ids and data.draw(st.booleans()):
+        ids: list[int] = list(TEXT[done : done + cut])
+        if data.draw(st.booleans()) and ids:
             ids[data.draw(st.integers(0, len(ids) - 1))] = 9
         draft = Draft.chain(tuple(ids)) if calls else Draft()
         result = walk(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moot.core.acceptance import walk
 from moot.core.calibration import Calibration, ShareAcceptance
 from moot.core.errors import ConfigError
-from moot.core.generation import Generation
+from moot.core.generation import Advance, Generation
 from moot.core.policy import PoolPolicy, RequestPolicy, learn_ballot, make_policy
 from moot.core.shapes import SHAPES
 from moot.core.speculation import LENGTHS, Load
@@ -209,17 +209,26 @@ def test_losers_that_were_not_verified_teach_as_well() -> None:
 
 def test_a_gap_in_the_text_settles_open_gains() -> None:
     """A verifier was lost and the opening elsewhere committed a token that no round showed: later tokens must not be
-    compared with the proposals of before the gap."""
-    pool = make_policy(length="fixed", num_speculative_tokens=4, shape="chain")
-    drafters = [Script("a", 4), Script("b", 1)]
-    policy = pool.open(["a", "b"])
-    state = start(100)
-    for _ in range(3):
-        one_round(policy, state, drafters)
-        state.open(Verification(state.base_length, 0, (target(state.base_length),)))
-    policy.close()
-    assert policy.weights["a"] > policy.weights["b"]
-    assert sum(policy.weights.values()) == pytest.approx(1.0)
+    compared with the proposals of before the gap, where they would fit by accident."""
+
+    def weights_after(gap: int) -> float:
+        policy = make_policy(length="fixed", num_speculative_tokens=4, shape="chain").open(["a", "b"])
+        plan = policy.plan(start(), CONTEXT)
+        result = policy.vote(plan, [Proposal("a", (1, 2, 3, 3)), Proposal("b", (1, 9))])
+        policy.learn(plan, result, Advance(4, (1, 2), 1, None), Verification(4, 1, (1, 2)), 0.0)
+        nothing = policy.vote(plan, [])
+        policy.learn(plan, nothing, Advance(6 + gap, (3, 3), 0, None), Verification(6 + gap, 0, (3, 3)), 0.0)
+        return policy.weights["a"]
+
+    assert weights_after(gap=0) > weights_after(gap=1) > 0.5
+
+
+def test_a_slower_step_is_paid_by_every_request_of_it() -> None:
+    """cost(n) is the time of a step with the others' tokens and n more of ours, times the requests that wait for it."""
+    pool = make_policy()
+    plan = pool.open(["a"]).plan(start(), CONTEXT, Load(4, 7))
+    assert plan.cost is not None
+    assert plan.cost(3) == pytest.approx(4 * pool.verify_cost.seconds(7 + 1 + 3))
 
 
 def drive(pool: PoolPolicy, rounds: int, slope: float, requests: int, right: int = 5) -> list[int]:

@@ -89,6 +89,7 @@ def test_a_node_is_added_while_it_pays() -> None:
     assert worth(chances, value=1.0, cost=lambda n: 0.2 * n) == 3
     assert worth(chances, value=1.0, cost=lambda n: 0.0) == 4
     assert worth(chances, value=1.0, cost=lambda n: 1.0 * n) == 0
+    assert worth([0.5, 0.25], value=1.0, cost=lambda n: 0.25 * n) == 1, "what just breaks even is not worth it"
     assert worth([], value=1.0, cost=lambda n: n) == 0
 
 

@@ -125,16 +125,21 @@ def test_a_busy_verifier_is_not_made_slower() -> None:
     assert rounds(policy, 0.75, 3)[-1] >= 4
 
 
-def test_length_does_not_flap() -> None:
-    """Hysteresis: alternating good and bad rounds move K rarely, since a move needs a clear gain."""
-    policy = goodput(measured(NEARLY_FREE))
-    lengths: list[int] = []
-    for i in range(200):
-        length = policy.next_length(Load())
-        lengths.append(length)
-        policy.observe(RoundSample(length, length, length if i % 2 else length // 2))
-    moves = sum(a != b for a, b in itertools.pairwise(lengths[20:]))
-    assert moves <= 4
+def test_length_moves_for_a_clear_gain_only() -> None:
+    """Hysteresis: another K that is better by less than 5 % is left alone, one better by more is taken."""
+    verify = measured({n: 1.0 + 0.125 * (n - 1) for n in range(1, 65)})
+    first, second = Load(1), Load(2)
+    for hysteresis, moves in ((0.05, False), (0.0, True)):
+        policy = Goodput(8, verify, DraftCost(), PositionAcceptance(8), hysteresis=hysteresis)
+        before = policy.next_length(first)
+        values = policy.goodputs([0.6] * 8, second)
+        best = max(range(9), key=values.__getitem__)
+        assert best != before
+        assert values[before] < values[best] < 1.05 * values[before]
+        assert (policy.next_length(second) != before) is moves
+    far = Load(64)
+    policy = Goodput(8, verify, DraftCost(), PositionAcceptance(8))
+    assert policy.next_length(first) > policy.next_length(far) == 0
 
 
 def test_length_zero_probes_seldom_and_comes_back() -> None:
@@ -205,10 +210,10 @@ def test_verify_cost_is_positive_and_never_falls_with_more_tokens(samples: list[
     cost = VerifyCost()
     for size, seconds in samples:
         cost.observe(size, seconds)
-    seconds = [cost.seconds(n) for n in range(700)]
-    assert seconds[0] > 0
-    assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(seconds))
-    assert seconds[-1] < float("inf")
+    curve = [cost.seconds(n) for n in range(700)]
+    assert curve[0] > 0
+    assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(curve))
+    assert curve[-1] < float("inf")
 
 
 def test_verify_cost_learns_the_curve_and_changes() -> None:

@@ -179,11 +179,16 @@ def test_a_family_counts_as_its_strongest() -> None:
     proposals = [proposal("a", 1), proposal("b", 5), proposal("c", 5)]
     calibration = trained({"a": 0.7, "b": 0.6, "c": 0.6})
 
-    def winner(families: dict[str, str]) -> tuple[int, ...]:
+    twins = {"b": "twins", "c": "twins"}
+
+    def winner(calibration: Calibration, families: dict[str, str]) -> tuple[int, ...]:
         return path_ids(vote(proposals, {}, policy="calibrated", calibration=calibration, families=families))
 
-    assert winner({}) == (5,)
-    assert winner({"b": "twins", "c": "twins"}) == (1,)
+    assert winner(calibration, {}) == (5,)
+    assert winner(calibration, twins) == (1,)
+    # The strongest counts wherever it stands in the order.
+    for unequal in ({"a": 0.5, "b": 0.6, "c": 0.3}, {"a": 0.5, "b": 0.3, "c": 0.6}):
+        assert winner(trained(unequal), twins) == (5,)
 
 
 def test_confidence_decides_when_it_was_informative() -> None:
