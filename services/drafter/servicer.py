@@ -54,6 +54,7 @@ class DrafterServicer(pb_grpc.DrafterServiceServicer):
         self._streams: set[DraftStream] = set()
         self._no_streams = asyncio.Event()
         self._no_streams.set()
+        self._drain_message: pb.DraftAnswer | None = None
 
     async def Describe(
         self, request: pb.DescribeDrafterRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -75,9 +76,10 @@ class DrafterServicer(pb_grpc.DrafterServiceServicer):
             self._leave(stream)
 
     async def drain(self, grace_s: float) -> None:
-        """Tell all peers to go elsewhere and wait until they have."""
+        """Tell all peers to go elsewhere, also those that still come, and wait until they have gone."""
+        self._drain_message = wire.drain_to_pb(grace_s)
         for stream in self._streams:
-            stream.put([wire.drain_to_pb(grace_s)])
+            stream.put([self._drain_message])
         await self._no_streams.wait()
 
     async def _read(self, request_iterator: AsyncIterator[pb.DraftRequest], stream: DraftStream) -> None:
@@ -97,6 +99,8 @@ class DrafterServicer(pb_grpc.DrafterServiceServicer):
         stream = DraftStream(self._drafter_id, self._max_queued_answers)
         self._streams.add(stream)
         self._no_streams.clear()
+        if self._drain_message is not None:
+            stream.put([self._drain_message])
         return stream
 
     def _leave(self, stream: DraftStream) -> None:

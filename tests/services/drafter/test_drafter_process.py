@@ -65,13 +65,14 @@ def test_a_frozen_process_ends_on_sigterm(tmp_path: Path) -> None:
         flags = ["--kind", "ngram", "--option", "vocab_size=50", "--port", "0", "--metrics-port", "0"]
         process = await asyncio.create_subprocess_exec(
             *COMMAND, *flags, "--ready-file", str(ready), "--drain-grace-s", "0.2",
-            env={**os.environ, "MOOT_FAULTS": "drafter.propose=freeze"},
+            env={**os.environ, "MOOT_FAULTS": "drafter.propose=freeze@sick"},
         )  # fmt: skip
         try:
             facts = await _ready(process, ready)
             async with open_channel(f"127.0.0.1:{facts['port']}", LinkConfig()) as channel:
                 peer = Peer(channel)
-                await peer.send(open_command(1, [1, 2, 1]), propose_command(1, 3))
+                assert await peer.ids(open_command(1, [1, 2, 1]), propose_command(1, 3, (), 1)) == [[2]]
+                await peer.send(open_command(2, [1, 2, 1], request="sick"), propose_command(2, 3))
                 process.send_signal(signal.SIGTERM)
                 assert (await peer.answer()).WhichOneof("answer") == "drain"
                 assert await asyncio.wait_for(process.wait(), TIMEOUT_S) == 0

@@ -477,7 +477,9 @@ def test_drain_tells_every_peer_and_waits_for_them() -> None:
             assert (await peer.answer()).drain.grace_ms == 3000
             assert not drained.done()
             assert await peer.ids(propose_command(1, 10)) == [[3, 4, 1, 2]]
-        for peer in peers:
+        late = drafter.peer()
+        assert (await late.answer()).drain.grace_ms == 3000
+        for peer in (*peers, late):
             await peer.call.done_writing()
         await asyncio.wait_for(drained, TIMEOUT_S)
         await drafter.until(lambda: drafter.engine.num_sessions == 0)
