@@ -62,12 +62,16 @@ class BatchItem(Generic[SessionT]):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch(Generic[SessionT]):
-    """`admitted` got KV in this plan, `preempted` lost it: their caches are to be freed before the forward pass."""
+class Changes(Generic[SessionT]):
+    """Who lost KV and who got some: the caller frees and fills their caches before it asks for a plan."""
 
+    preempted: tuple[SessionT, ...]
+    admitted: tuple[SessionT, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[SessionT]):
     items: tuple[BatchItem[SessionT], ...]
-    admitted: tuple[SessionT, ...] = ()
-    preempted: tuple[SessionT, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -120,17 +124,20 @@ class Scheduler(Generic[SessionT]):
     def is_admitted(self, session: SessionT) -> bool:
         return session.arrival in self._admitted
 
-    def plan(self) -> Batch[SessionT]:
-        """The next batch; empty when nothing can be done. Feeding it is the caller's part."""
+    def rearrange(self) -> Changes[SessionT]:
+        """Rules 1 and 2, at the beginning of a step."""
         preempted = self._shrink()
-        admitted = self._admit()
+        return Changes(tuple(preempted), tuple(self._admit()))
+
+    def plan(self) -> Batch[SessionT]:
+        """Rules 3 and 4: the next batch, empty when nothing can be done. Feeding it is the caller's part."""
         working = [session for session in self._admitted.values() if session.has_work]
         working.sort(key=lambda session: self._turn[session.arrival])
         prefilling = [session for session in working if session.num_missing > 1]
         verifying = [session for session in working if session.num_missing == 1]
         reserved = min(self._limits.prefill_chunk_tokens, sum(session.num_missing for session in prefilling))
         items = self._verifications(verifying, self._limits.max_num_batched_tokens - reserved)
-        return Batch((*items, *self._prefills(prefilling)), tuple(admitted), tuple(preempted))
+        return Batch((*items, *self._prefills(prefilling)))
 
     def _pages(self, session: SessionT) -> int:
         """Pages it holds or will hold when its present work is done; the last prefix token is part of the work."""

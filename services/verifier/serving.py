@@ -85,12 +85,13 @@ class Serving:
     def step(self) -> bool:
         """Compute one batch. False when there is nothing that can be computed now."""
         self._expire()
-        batch = self.scheduler.plan()
-        for session in batch.preempted:
+        changes = self.scheduler.rearrange()
+        for session in changes.preempted:
             session.cache.free()
             session.cached_length = 0
-        for session in batch.admitted:
+        for session in changes.admitted:
             self._admit(session)
+        batch = self.scheduler.plan()
         if batch.items:
             self._compute(batch)
         self._observe()

@@ -1,0 +1,80 @@
+"""Tiny models on disk, and engines over them that are stepped by the test or run by their own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from verifier_driver import MakeEngine
+
+from moot.model.load import LoadedModel, load_model
+from moot.model.runner import ModelRunner
+from moot.model.tiny import make_tiny_model
+from services.verifier.config import VerifierConfig
+from services.verifier.engine import Engine
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A folder with a tiny model; the same arguments give the same folder."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def make(family: str = "llama", dtype: str = "float64", **config: Any) -> Path:
+        key = (family, dtype, *sorted(config.items()))
+        if key not in made:
+            path = tmp_path_factory.mktemp("model")
+            made[key] = make_tiny_model(path, family, dtype=getattr(torch, dtype), **config)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def loaded_model(model_folder: Callable[..., Path]) -> Callable[..., LoadedModel]:
+    made: dict[tuple[Any, ...], LoadedModel] = {}
+
+    def load(family: str = "llama", dtype: str = "float64", **config: Any) -> LoadedModel:
+        torch.set_num_threads(1)
+        key = (family, dtype, *sorted(config.items()))
+        if key not in made:
+            made[key] = load_model(model_folder(family, dtype, **config), "cpu", dtype)
+        return made[key]
+
+    return load
+
+
+@pytest.fixture
+def make_engine(loaded_model: Callable[..., LoadedModel]) -> Iterator[MakeEngine]:
+    """Engines of their own cache and limits; at the end each must hold nothing."""
+    engines: list[Engine] = []
+
+    def make(
+        family: str = "llama",
+        dtype: str = "float64",
+        *,
+        deterministic: bool = False,
+        pages: int = 64,
+        start: bool = False,
+        model: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Engine:
+        runner = ModelRunner(loaded_model(family, dtype, **(model or {})), pages * 512, deterministic)
+        engine = Engine(runner, VerifierConfig(model="tiny", **options))
+        engines.append(engine)
+        if start:
+            engine.start()
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.stop()
+        if not engine.is_running:
+            with torch.inference_mode():
+                while engine.step():
+                    pass
+        assert engine.stats.num_sessions == 0
+        assert engine.runner.pool.used_tokens == 0
+        assert engine.serving.scheduler.num_admitted == engine.serving.scheduler.num_waiting == 0
