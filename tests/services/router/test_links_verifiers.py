@@ -1,0 +1,340 @@
+"""Verifiers that die, freeze, drain, forget, refuse or vanish: the request moves, or fails alone within its bound."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+from rounds_rig import FAST_TARGET, eventually, request, rig
+
+from moot.core.errors import DeadlineExceeded, NoCapacity, RequestPoisoned
+from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, TcpProxy
+from services.router.links import PeerState
+
+TEXT = ScriptedText()
+
+
+def two() -> list[ScriptedVerifier]:
+    verifiers = [ScriptedVerifier(TEXT), ScriptedVerifier(TEXT)]
+    for verifier in verifiers:
+        verifier.step_s = 0.002
+    return verifiers
+
+
+def holder(verifiers: list[ScriptedVerifier]) -> ScriptedVerifier:
+    return next(verifier for verifier in verifiers if verifier.num_sessions)
+
+
+def test_killed_verifier_the_request_moves() -> None:
+    """Prompt + committed tokens are opened elsewhere: no gap, no double token, no error."""
+
+    async def main() -> None:
+        verifiers = two()
+        drafters = {"good": [ScriptedDrafter(TEXT, spoil=0.3)]}
+        async with rig(text=TEXT, verifiers=verifiers, drafters=drafters, num_speculative_tokens=2) as router:
+            asked = request(max_tokens=200)
+            task = asyncio.create_task(router.generate(asked))
+            await eventually(lambda: router.counter("rounds_total") > 5)
+            await holder(verifiers).kill()
+            outcome = await task
+            assert outcome.token_ids == router.plain(asked)[0]
+            assert router.counter("request_moves_total", reason="lost") == 1
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["compute thread", "whole process"])
+def test_frozen_verifier_is_found_by_heartbeats(whole: bool) -> None:
+    """A stuck compute thread behind a live loop, and a loop that answers nothing, are lost after three heartbeats."""
+
+    async def main() -> None:
+        verifiers = two()
+        async with rig(text=TEXT, verifiers=verifiers) as router:
+            asked = request(max_tokens=100)
+            task = asyncio.create_task(router.generate(asked))
+            await eventually(lambda: router.counter("rounds_total") > 5)
+            frozen = holder(verifiers)
+            frozen.freeze()
+            frozen.answer_heartbeats = not whole
+            outcome = await asyncio.wait_for(task, 5)
+            assert outcome.token_ids == router.plain(asked)[0]
+            assert router.counter("request_moves_total", reason="lost") == 1
+            frozen.thaw()
+            frozen.answer_heartbeats = True
+            await eventually(lambda: all(link.is_ready for link in router.targets.links.values()))
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_an_idle_or_slow_verifier_is_not_lost() -> None:
+    """Standing still with nothing queued, and long steps that progress, are no faults."""
+
+    async def main() -> None:
+        verifier = ScriptedVerifier(TEXT)
+        async with rig(text=TEXT, verifiers=[verifier]) as router:
+            (link,) = router.targets.links.values()
+            await asyncio.sleep(8 * FAST_TARGET.heartbeat_interval_s)
+            assert link.is_ready
+            verifier.step_s = 1.5 * FAST_TARGET.heartbeat_interval_s
+            asked = request(max_tokens=6)
+            assert (await router.generate(asked)).token_ids == router.plain(asked)[0]
+            assert verifier.counts["streams"] == 1
+
+    asyncio.run(main())
+
+
+def test_all_verifiers_lost_is_no_capacity_within_the_bound() -> None:
+    """Nobody left: the request waits the configured time, then fails with Retry-After, before and after its start."""
+
+    async def main() -> None:
+        verifier = ScriptedVerifier(TEXT)
+        verifier.step_s = 0.005
+        target = dataclasses.replace(FAST_TARGET, no_verifier_wait_s=0.3)
+        async with rig(text=TEXT, verifiers=[verifier], target=target) as router:
+            running = asyncio.create_task(router.generate(request(max_tokens=1000)))
+            await eventually(lambda: router.counter("rounds_total") > 3)
+            await verifier.kill()
+            loop = asyncio.get_running_loop()
+            started = loop.time()
+            with pytest.raises(NoCapacity) as caught:
+                await asyncio.wait_for(running, 5)
+            assert caught.value.retry_after_s > 0
+            with pytest.raises(NoCapacity):
+                await asyncio.wait_for(router.generate(request()), 5)
+            assert loop.time() - started >= 0.5
+            await verifier.start()
+            await eventually(lambda: router.targets.is_available)
+            asked = request()
+            assert (await router.generate(asked)).token_ids == router.plain(asked)[0]
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_a_restarted_verifier_is_waited_for() -> None:
+    """A verifier that is back within the wait costs its requests nothing but time."""
+
+    async def main() -> None:
+        verifier = ScriptedVerifier(TEXT)
+        verifier.step_s = 0.005
+        target = dataclasses.replace(FAST_TARGET, no_verifier_wait_s=5.0)
+        async with rig(text=TEXT, verifiers=[verifier], target=target) as router:
+            asked = request(max_tokens=60)
+            running = asyncio.create_task(router.generate(asked))
+            await eventually(lambda: router.counter("rounds_total") > 3)
+            await verifier.kill()
+            await verifier.start()
+            assert (await running).token_ids == router.plain(asked)[0]
+
+    asyncio.run(main())
+
+
+def test_a_request_that_kills_is_quarantined_and_its_neighbours_live() -> None:
+    """It takes two verifiers down and is not tried on a third; those beside it move and finish."""
+
+    async def main() -> None:
+        verifiers = [ScriptedVerifier(TEXT) for _ in range(3)]
+        for verifier in verifiers:
+            verifier.step_s = 0.003
+            verifier.kill_on = {"killer"}
+        target = dataclasses.replace(FAST_TARGET, no_verifier_wait_s=3.0)
+        async with rig(text=TEXT, verifiers=verifiers, target=target) as router:
+            asked = [request(max_tokens=150) for _ in range(9)]
+            tasks = [asyncio.create_task(router.generate(one)) for one in asked]
+            await eventually(lambda: router.counter("rounds_total") > 30)
+            with pytest.raises(RequestPoisoned, match="not tried again"):
+                await router.generate(request(request_id="killer", max_tokens=20))
+            outcomes = await asyncio.gather(*tasks)
+            assert [outcome.token_ids for outcome in outcomes] == [router.plain(one)[0] for one in asked]
+            assert sum(link.is_ready for link in router.targets.links.values()) == 1
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_moves_of_a_request_are_bounded() -> None:
+    """At most three moves: a request that loses a fourth verifier gets an error, not an endless journey."""
+
+    async def main() -> None:
+        verifier = ScriptedVerifier(TEXT)
+        verifier.step_s = 0.01
+        target = dataclasses.replace(FAST_TARGET, no_verifier_wait_s=5.0, max_kills=100)
+        async with rig(text=TEXT, verifiers=[verifier], target=target) as router:
+            running = asyncio.create_task(router.generate(request(max_tokens=5000)))
+
+            async def kill_again_and_again() -> None:
+                while True:
+                    rounds = router.counter("rounds_total")
+                    await eventually(lambda rounds=rounds: router.counter("rounds_total") > rounds + 1)
+                    await verifier.kill()
+                    await verifier.start()
+
+            killing = asyncio.create_task(kill_again_and_again())
+            with pytest.raises(NoCapacity, match="4 verifiers"):
+                await asyncio.wait_for(running, 10)
+            killing.cancel()
+            assert router.counter("request_moves_total", reason="lost") == 4
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_draining_verifier_is_left_without_a_failed_request() -> None:
+    """Drain: what runs moves at its next round, nothing new is opened there."""
+
+    async def main() -> None:
+        verifiers = two()
+        async with rig(text=TEXT, verifiers=verifiers) as router:
+            asked = [request(max_tokens=100) for _ in range(4)]
+            tasks = [asyncio.create_task(router.generate(one)) for one in asked]
+            await eventually(lambda: all(verifier.num_sessions == 2 for verifier in verifiers))
+            verifiers[0].drain()
+            outcomes = await asyncio.gather(*tasks)
+            assert [outcome.token_ids for outcome in outcomes] == [router.plain(one)[0] for one in asked]
+            assert router.counter("request_moves_total", reason="draining") == 2
+            before = verifiers[0].counts["open"]
+            await router.generate(request(max_tokens=5))
+            assert verifiers[0].counts["open"] == before
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_a_move_prefers_equal_numerics() -> None:
+    """Equal bits are promised between equal fingerprints: of two ways out the equal one is taken, loaded or not."""
+
+    async def main() -> None:
+        origin, unlike = ScriptedVerifier(TEXT), ScriptedVerifier(TEXT, numerics_fingerprint="other")
+        equal = ScriptedVerifier(TEXT)
+        origin.step_s = equal.step_s = 0.002
+        async with rig(text=TEXT, verifiers=[origin]) as router:
+            asked = [request(max_tokens=150) for _ in range(3)]
+            tasks = [asyncio.create_task(router.generate(one)) for one in asked]
+            await eventually(lambda: origin.num_sessions == 3)
+            for verifier in (unlike, equal):
+                await verifier.start()
+            await router.targets.set_addresses([origin.address, unlike.address, equal.address])
+            await eventually(lambda: sum(link.is_ready for link in router.targets.links.values()) == 3)
+            await origin.kill()
+            for one, task in zip(asked, tasks, strict=True):
+                assert (await task).token_ids == router.plain(one)[0]
+            assert equal.counts["open"] == 3
+            assert unlike.counts["open"] == 0
+            assert router.counter("request_moves_total", reason="other_numerics") == 0
+            await router.nothing_left()
+            await unlike.kill()
+            await equal.kill()
+
+    asyncio.run(main())
+
+
+def test_c06_stale_and_doubled_verify_answers_are_dropped_and_counted() -> None:
+    """A verify answer of another round or session, or a second one, is counted and never applied."""
+
+    async def main() -> None:
+        verifier = ScriptedVerifier(TEXT)
+        verifier.double_answers = verifier.stale_answers = True
+        drafters = {"good": [ScriptedDrafter(TEXT, spoil=0.3)]}
+        async with rig(text=TEXT, verifiers=[verifier], drafters=drafters) as router:
+            asked = [request(max_tokens=60) for _ in range(4)]
+            outcomes = await asyncio.gather(*(router.generate(one) for one in asked))
+            assert [outcome.token_ids for outcome in outcomes] == [router.plain(one)[0] for one in asked]
+            stale = router.counter("answers_dropped_total", role="verifier", reason="stale")
+            doubled = router.counter("answers_dropped_total", role="verifier", reason="duplicate")
+            assert stale >= 2 * router.counter("rounds_total")
+            assert doubled > 0
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_failures_of_one_session_stay_there() -> None:
+    """Poisoned: an error for that request alone. Forgotten: opened again. No room: waited for, then 503."""
+
+    async def main() -> None:
+        verifier = ScriptedVerifier(TEXT)
+        verifier.step_s = 0.001
+        target = dataclasses.replace(FAST_TARGET, no_verifier_wait_s=0.3, capacity_retry_s=0.02)
+        async with rig(text=TEXT, verifiers=[verifier], target=target) as router:
+            neighbour = request(max_tokens=200)
+            running = asyncio.create_task(router.generate(neighbour))
+            verifier.poison = {"poisoned"}
+            with pytest.raises(RequestPoisoned):
+                await router.generate(request(request_id="poisoned"))
+            asked = request(request_id="forgotten", max_tokens=60)
+            forgotten = asyncio.create_task(router.generate(asked))
+            await eventually(lambda: verifier.num_sessions == 2)
+            verifier.forget = {"forgotten"}
+            assert (await forgotten).token_ids == router.plain(asked)[0]
+            assert router.counter("request_moves_total", reason="unknown_session") == 1
+            verifier.refuse_capacity = {"late", "later"}
+            with pytest.raises(NoCapacity):
+                await asyncio.wait_for(router.generate(request(request_id="late")), 5)
+            waiting = request(request_id="later")
+            served = asyncio.create_task(router.generate(waiting))
+            await asyncio.sleep(0.05)
+            verifier.refuse_capacity = set()
+            assert (await served).token_ids == router.plain(waiting)[0]
+            assert (await running).token_ids == router.plain(neighbour)[0]
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_a_verify_that_takes_too_long_is_ended() -> None:
+    """Progress elsewhere does not keep one command waiting for ever."""
+
+    async def main() -> None:
+        verifier = ScriptedVerifier(TEXT)
+        target = dataclasses.replace(FAST_TARGET, verify_timeout_s=0.3, max_missed_heartbeats=1000)
+        async with rig(text=TEXT, verifiers=[verifier], target=target) as router:
+            running = asyncio.create_task(router.generate(request(max_tokens=100000)))
+            await eventually(lambda: router.counter("rounds_total") > 3)
+            verifier.freeze()
+            with pytest.raises(DeadlineExceeded):
+                await asyncio.wait_for(running, 5)
+            verifier.thaw()
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fault", ["cut", "reset", "partition", "half"])
+def test_a_broken_network_is_a_lost_verifier(fault: str) -> None:
+    """A closed, reset or silent connection, in one direction or both, moves the request; healing brings it back."""
+
+    async def main() -> None:
+        verifiers = two()
+        for verifier in verifiers:
+            await verifier.start()
+        async with TcpProxy.to(verifiers[0].address) as proxy:
+            async with rig(text=TEXT, verifiers=[], verifier_addresses=[proxy.address]) as router:
+                router.verifiers.extend(verifiers)
+                asked = request(max_tokens=150)
+                task = asyncio.create_task(router.generate(asked))
+                await eventually(lambda: router.counter("rounds_total") > 5)
+                await router.targets.set_addresses([proxy.address, verifiers[1].address])
+                await eventually(lambda: sum(link.is_ready for link in router.targets.links.values()) == 2)
+                match fault:
+                    case "cut":
+                        proxy.cut()
+                    case "reset":
+                        proxy.reset()
+                    case "partition":
+                        proxy.partition()
+                    case _:
+                        proxy.partition("down")
+                outcome = await asyncio.wait_for(task, 8)
+                assert outcome.token_ids == router.plain(asked)[0]
+                assert router.counter("request_moves_total", reason="lost") == 1
+                proxy.heal()
+                link = router.targets.links[proxy.address]
+                await eventually(lambda: link.state is PeerState.READY, 5)
+                await router.nothing_left()
+        for verifier in verifiers:
+            await verifier.kill()
+
+    asyncio.run(main())
