@@ -6,10 +6,22 @@ Imports no torch: the router uses it too.
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moot.core.errors import ConfigError
+
+
+def keep_torch_out() -> None:
+    """For a process that runs no model: it can not import torch from here on, even where torch is installed.
+
+    transformers imports whatever it finds; a tokenizer alone then costs a third of the time and of the memory.
+    """
+    if "torch" not in sys.modules:
+        cast("dict[str, Any]", sys.modules)["torch"] = None
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "models won't be available": on purpose
 
 
 def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> Any:

@@ -8,6 +8,8 @@ import sys
 from moot.config import load_config
 from moot.core.errors import ConfigError, ModelRefused
 from moot.logs import setup_logging
+from moot.proposers.registry import MODEL_FREE_KINDS
+from moot.tokenizer import keep_torch_out
 from services.drafter.config import DrafterConfig
 from services.drafter.serve import serve
 
@@ -22,6 +24,8 @@ def main() -> int:
             example="python -m services.drafter --kind suffix --tokenizer models/target --port 7200",
         )
         setup_logging("drafter", config.log_level)
+        if config.kind in MODEL_FREE_KINDS:
+            keep_torch_out()
         asyncio.run(serve(config))
     except (ConfigError, ModelRefused) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ import sys
 from moot.config import load_config
 from moot.core.errors import MootError
 from moot.logs import setup_logging
+from moot.tokenizer import keep_torch_out
 from services.router.config import RouterConfig
 from services.router.lifecycle import serve
 
@@ -23,6 +24,7 @@ def main() -> int:
             "--drafters neural=127.0.0.1:7200 --in-process-drafters suffix,prompt_lookup",
         )
         setup_logging("router", config.log_level)
+        keep_torch_out()
         asyncio.run(serve(config))
     except MootError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,162 @@
+"""`moot demo` and `moot serve` as a newcomer runs them: real processes, a tiny model, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from moot.client import Answer, Client
+from moot.model.tiny import make_tiny_model
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+
+FLAGS = ("--drafters", "suffix,prompt_lookup,ngram", "--num-threads", "1", "--dtype", "float32", "--stop-grace-s", "20")
+DEADLINE_S = 240
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def environ(cache: Path) -> dict[str, str]:
+    return {**os.environ, "MOOT_CACHE": str(cache)}
+
+
+def processes_of(cache: Path) -> list[int]:
+    """Living processes that were started with this cache folder: the command's children, grandchildren included."""
+    mark = f"MOOT_CACHE={cache}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_the_demo_compares_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    """Exit status 0 says that the texts are identical, id by id; the table and the samples say how fast they came."""
+    samples_file = tmp_path / "samples.json"
+    flags = ("--model", str(model), "--max-tokens", "24", "--repetitions", "2", "--prompt", "abc abc abc")
+    flags = (*flags, "--num-speculative-tokens", "3")
+    done = subprocess.run(
+        [sys.executable, "-m", "moot", "demo", *FLAGS, *flags, "--json-file", str(samples_file)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environ(tmp_path),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "texts identical: yes" in done.stdout
+    assert re.search(r"^yours +24 ", done.stdout, re.MULTILINE)
+    assert "1/2 yours" in done.stderr
+    samples = json.loads(samples_file.read_text())
+    assert [sample["drafting"] for sample in samples] == [True, False, False, True]
+    assert len({tuple(sample["token_ids"]) for sample in samples}) == 1
+    for sample in samples:
+        # Each round gives one token of the target's own, the opening the first; the rest was drafted and accepted.
+        assert len(sample["token_ids"]) <= 1 + sample["num_rounds"] + sample["num_accepted_tokens"]
+        assert bool(sample["num_draft_tokens"]) == sample["drafting"]
+        assert sample["num_accepted_tokens"] <= sample["num_draft_tokens"]
+    assert processes_of(tmp_path) == []
+
+
+@contextmanager
+def served(model: Path, cache: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+    """The command, the URL that it printed, and its folder of logs."""
+    command = [sys.executable, "-m", "moot", "serve", *FLAGS, "--model", str(model), "--port", "0"]
+    with (cache / "stderr").open("w") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ(cache), start_new_session=True
+        )
+    try:
+        assert process.stdout is not None
+        shown = ""
+        while "Ctrl-C" not in shown:
+            line = process.stdout.readline()
+            assert line, (cache / "stderr").read_text()
+            shown += line
+        url = re.search(r"http://127\.0\.0\.1:\d+", shown)
+        assert url is not None
+        yield process, url.group(), next((cache / "run").iterdir())
+        process.wait(DEADLINE_S)
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def ask(url: str, drafting: bool = True) -> Answer:
+    body = {
+        "messages": [{"role": "user", "content": "abc abc abc"}],
+        "temperature": 0,
+        "max_tokens": 16,
+        "return_token_ids": True,
+        "include_metrics": True,
+        "num_speculative_tokens": 3 if drafting else 0,
+    }
+    answer = Answer()
+    for _ in Client(url).stream_chat(body, answer):
+        pass
+    return answer
+
+
+def test_serve_goes_on_without_a_drafter_and_ends_on_ctrl_c(model: Path, tmp_path: Path) -> None:
+    """A lost drafter is said and changes no text; Ctrl-C ends every process."""
+    with served(model, tmp_path) as (process, url, logs):
+        before = ask(url)
+        assert len(before.token_ids) > 0
+        os.kill(json.loads((logs / "drafter-suffix.ready").read_text())["pid"], signal.SIGKILL)
+        assert ask(url).token_ids == before.token_ids == ask(url, drafting=False).token_ids
+        wait_for_text(tmp_path / "stderr", "drafter-suffix ended with status -9")
+        shown = subprocess.run(
+            [sys.executable, "-m", "moot", "drafters", "--url", url],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert re.search(r"^ngram +\d+", shown.stdout, re.MULTILINE), shown.stdout
+        chat = subprocess.run(
+            [sys.executable, "-m", "moot", "chat", "--url", url, "--max-tokens", "8", "--seed", "1"],
+            input="abc\n/metrics\nabc\n/quit\n",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        assert len(re.findall(r"\[\d+ rounds", chat.stderr)) == 1, chat.stderr
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 0, (tmp_path / "stderr").read_text()
+    assert processes_of(tmp_path) == []
+
+
+def test_serve_ends_when_an_essential_part_does(model: Path, tmp_path: Path) -> None:
+    """Without its verifier there is nothing to serve: exit status 1, and the reason."""
+    with served(model, tmp_path) as (process, _, logs):
+        os.kill(json.loads((logs / "verifier.ready").read_text())["pid"], signal.SIGKILL)
+        process.wait(DEADLINE_S)
+    assert process.returncode == 1
+    assert "verifier ended with status -9" in (tmp_path / "stderr").read_text()
+    assert processes_of(tmp_path) == []
+
+
+def wait_for_text(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 20
+    while text not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.05)
