@@ -15,7 +15,6 @@ from moot.config import load_config
 from moot.core.errors import MootError
 from moot.logs import setup_logging
 from services.verifier.config import VerifierConfig
-from services.verifier.service import serve
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
             description="Serve a target model: it decides every token.",
             example="python -m services.verifier --model ./model --port 7100",
         )
+        from services.verifier.service import serve  # brings torch: help and wrong flags are answered before
+
         setup_logging("verifier", config.log_level)
         return asyncio.run(serve(config))
     except MootError as error:

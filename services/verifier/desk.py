@@ -87,12 +87,9 @@ class Desk:
         return session
 
     def _problem_of(self, command: Open) -> str | None:
-        vocab_size, limit = self._info.vocab_size, self._info.context_limit
-        length = len(command.prompt_token_ids) + len(command.output_token_ids)
+        vocab_size = self._info.vocab_size
         if not command.prompt_token_ids:
             return "the prompt is empty"
-        if length > limit:
-            return f"prompt and output have {length} tokens, the context holds {limit}"
         for token_ids in (command.prompt_token_ids, command.output_token_ids):
             if not 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < vocab_size:
                 return f"a token id is outside the vocabulary of {vocab_size}"

@@ -61,7 +61,10 @@ class Engine:
         # Any one session must fit alone, or preemption could go round for ever.
         self.info: ModelInfo = replace(runner.info, context_limit=min(limit, runner.pool.capacity_tokens))
         self._intake = Intake(
-            config.max_num_seqs + config.max_waiting_seqs, config.max_waiting_tokens, config.max_queued_commands
+            config.max_num_seqs + config.max_waiting_seqs,
+            config.max_waiting_tokens,
+            config.max_queued_commands,
+            self.info.context_limit,
         )
         self.serving = Serving(runner, self.info, config, self._intake, self.metrics, self._progress)
         self._step_counter = 0

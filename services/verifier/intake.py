@@ -1,8 +1,8 @@
 """Where commands wait for the compute thread: bounded, and quick to say no.
 
-Any thread offers; the compute thread takes at its step boundaries. What can be refused at once (too many sessions or
-prompt tokens waiting, draining) is refused by `offer` itself, so that an overloaded verifier answers in no time even
-while a step runs.
+Any thread offers; the compute thread takes at its step boundaries. What can be refused at once (draining, longer than
+the context, too many sessions or prompt tokens waiting) is refused by `offer` itself, so that an overloaded verifier
+answers in no time even while a step runs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ class Arrival:
 class Intake:
     """Opens that were let in count as open sessions, and their tokens as waiting ones, until they are released."""
 
-    def __init__(self, max_sessions: int, max_waiting_tokens: int, max_queued_commands: int) -> None:
+    def __init__(
+        self, max_sessions: int, max_waiting_tokens: int, max_queued_commands: int, context_limit: int
+    ) -> None:
         self._max_sessions = max_sessions
         self._max_waiting_tokens = max_waiting_tokens
         self._max_queued_commands = max_queued_commands
+        self._context_limit = context_limit
         self._condition = threading.Condition()
         self._arrivals: deque[Arrival] = deque()
         self._num_sessions = 0
@@ -107,6 +110,9 @@ class Intake:
         if self._draining:
             return Failed(command.session_id, FailureCode.DRAINING, "this verifier is going away")
         num_tokens = len(command.prompt_token_ids) + len(command.output_token_ids)
+        if num_tokens > self._context_limit:
+            problem = f"prompt and output have {num_tokens} tokens, the context holds {self._context_limit}"
+            return Failed(command.session_id, FailureCode.INVALID, problem)
         waiting = self._num_waiting_tokens
         # A prompt above the bound on its own is let in when nothing else waits: it must not starve.
         over = waiting > 0 and waiting + num_tokens > self._max_waiting_tokens

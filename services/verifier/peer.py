@@ -80,11 +80,11 @@ class PeerStream:
 
     def _deliver(self, answers: Sequence[Answer]) -> None:
         """From any thread. Raises RuntimeError when the loop is closed."""
-        self._loop.call_soon_threadsafe(self._send_all, [wire.answer_to_pb(answer) for answer in answers])
+        self._loop.call_soon_threadsafe(self._send_all, answers)
 
-    def _send_all(self, answers: Sequence[pb.VerifyAnswer]) -> None:
+    def _send_all(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
-            self.send(answer)
+            self.send(wire.answer_to_pb(answer))
 
     def _give_up(self, error: NoCapacity) -> None:
         self._error = self._error or error
