@@ -61,11 +61,9 @@ def top_p_indices(scaled: Tensor, top_p: float, vocab_size: int) -> Tensor:
     weights = scaled.exp().mul_(unit).add_(0.5).floor_()
     total = float(weights.sum())
     target = top_p * total
-    # Tokens lighter than this hold together at most half of what the nucleus leaves out (up to the rounding of the
-    # weights, hence the check): the nucleus ends before them.
+    # The nucleus ends before tokens lighter than limit = (1 - top_p) * total / (2 n). With a limit below half a unit
+    # they weigh 0; else rounding at most doubles them, and fewer than n hold less than (1 - top_p) * total together.
     candidates = indices_where(scaled >= math.log(0.5 * (1.0 - top_p) * total / unit / scaled.numel()))
-    if float(weights[candidates].sum()) < target:
-        candidates = indices_where(scaled > MASKED)
     values = scaled[candidates]
     cutoff, num_at_cutoff = _crossing(values, weights[candidates], target)
     return candidates[_leading(values, cutoff, num_at_cutoff)]
@@ -91,7 +89,7 @@ def _crossing(values: Tensor, weights: Tensor, target: float) -> tuple[Tensor, i
         low, high = torch.aminmax(values)
     values, order = torch.sort(values, descending=True, stable=True)
     cumulated = weights[order].cumsum(0).add_(above)
-    crossing = min(int((cumulated < target).sum()), values.numel() - 1)
+    crossing = int((cumulated < target).sum())
     cutoff = values[crossing]
     return cutoff, crossing + 1 - int((values > cutoff).sum())
 
@@ -109,8 +107,19 @@ def indices_where(mask: Tensor) -> Tensor:
 
 
 def first_highest(values: Tensor) -> int:
-    """Index of the highest value [n], the lowest such index in a tie: argmax promises no rule for ties."""
+    """Index of the highest value [n], the lowest such index in a tie: torch's argmax promises no rule for ties."""
     return int(indices_where(values == values.max())[0])
+
+
+def first_highest_rows(rows: Tensor) -> Tensor:
+    """`first_highest` of each row [rows, n], int64 [rows]. In a row with NaN the index of a NaN."""
+    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):
+        # NumPy's argmax promises the first of equal values, and the first NaN.
+        return torch.from_numpy(np.asarray(np.argmax(rows.numpy(), axis=1)))
+    highest = rows.amax(dim=1, keepdim=True)
+    is_highest = (rows == highest) | rows.isnan()
+    numbers = torch.arange(rows.shape[1], device=rows.device)
+    return torch.where(is_highest, numbers, rows.shape[1]).amin(dim=1)
 
 
 def only(row: Tensor, allowed: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from moot.model.logits import (
     add_bias,
     add_penalties,
     first_highest,
+    first_highest_rows,
     indices_where,
     min_p_indices,
     only,
@@ -72,15 +73,10 @@ class Sampler:
         if logits.shape[0] == 0:
             return []
         rows = logits[:, : self.vocab_size]
-        highest, ids = rows.max(dim=1)
-        is_highest = rows == highest[:, None]
-        tied = is_highest.sum(dim=1) > 1
-        result: list[int | None] = ids.tolist()
-        for index in tied.nonzero()[:, 0].tolist():
-            result[index] = int(is_highest[index].nonzero()[0, 0])
-        for index in (~highest.isfinite()).nonzero()[:, 0].tolist():
-            result[index] = None
-        return result
+        ids = first_highest_rows(rows)
+        finite = rows.gather(1, ids[:, None])[:, 0].isfinite()
+        pairs = zip(ids.tolist(), finite.tolist(), strict=True)
+        return [token_id if is_finite else None for token_id, is_finite in pairs]
 
     def sample(
         self,

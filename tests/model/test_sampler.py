@@ -114,8 +114,8 @@ def test_a_far_token_wins_when_its_noise_is_high() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     st.integers(0, 10**6),
-    st.sampled_from([0.02, 1.0, 5.0]),
-    st.sampled_from([1e-6, 0.3, 0.5, 0.9, 0.999999999]),
+    st.sampled_from([0.02, 1.0, 5.0, 20.0]),
+    st.sampled_from([1e-6, 0.3, 0.5, 0.9, 0.999999999, 1 - 2**-53]),
     st.sampled_from([5, 700, LARGE]),
 )
 def test_filters_keep_the_very_ids_of_the_reference(seed: int, spread: float, top_p: float, top_k: int) -> None:
@@ -131,10 +131,10 @@ def test_filters_keep_the_very_ids_of_the_reference(seed: int, spread: float, to
 
 def test_narrowing_ends_on_neighbouring_floats_and_masked_tokens() -> None:
     """Values that no middle separates, equal values and -inf end the search for the nucleus, with the right set."""
-    below = -math.ulp(1.0)
-    values = torch.tensor([0.0, below] * 400 + [-math.inf] * 200, dtype=torch.float64)
-    for top_p in (0.25, 0.5, 0.75, 0.9999999999):
-        order = sorted(range(1000), key=lambda token_id: (-values[token_id].item(), token_id))
+    pair = [-1.0, math.nextafter(-1.0, -math.inf)]
+    values = torch.tensor(pair * 400 + [-math.inf] * 200, dtype=torch.float64)
+    order = sorted(range(1000), key=lambda token_id: (-values[token_id].item(), token_id))
+    for top_p in (0.25, 0.5, 0.75, 0.9999999999, 1 - 2**-53):
         expected = sorted(reference.nucleus(order, values.tolist(), top_p))
         assert top_p_indices(values, top_p, 1000).tolist() == expected
     assert top_p_indices(torch.zeros(1000, dtype=torch.float64), 0.5, 1000).tolist() == list(range(500))
@@ -150,6 +150,7 @@ def test_argmax_ties_take_the_lowest_id_in_every_row() -> None:
     got = sampler.greedy_rows(rows)
     assert got == [max(range(LARGE), key=lambda x, row=row: (row[x], -x)) for row in (r[:LARGE].tolist() for r in rows)]
     assert got[3:5] == [70, 0]
+    assert sampler.greedy_rows(rows.to(torch.bfloat16)) == got, "every dtype, thus every route, has the rule"
     assert got == [sampler.sample(row, SamplingParams(temperature=0.0), 0, history) for row in rows]
 
 
@@ -158,6 +159,7 @@ def test_a_poisoned_row_harms_no_other() -> None:
     rows = torch.tensor([[0.0, 2.0, 1.0], [0.0, math.nan, 1.0], [1.0, math.inf, 0.0], [-math.inf] * 3, [3.0, 1.0, 2.0]])
     sampler = Sampler(3, frozenset())
     assert sampler.greedy_rows(rows) == [1, None, None, None, 0]
+    assert sampler.greedy_rows(rows.to(torch.bfloat16)) == [1, None, None, None, 0]
     assert sampler.draft_tokens(rows, [SamplingParams()] * 5, range(5))[1:4] == [None] * 3
     for row in rows[1:4]:
         for temperature in (0.0, 1.0):
