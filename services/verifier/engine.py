@@ -124,7 +124,8 @@ class Engine:
 
     def step(self) -> bool:
         """Take what has arrived, compute one batch, deliver the answers. False: there was nothing to compute."""
-        time.sleep(fault_delay_s(fault("verifier.step")))
+        if delay_s := fault_delay_s(fault("verifier.step")):
+            time.sleep(delay_s)
         with torch.inference_mode():
             for arrival in self._intake.take():
                 self.serving.apply(arrival)
