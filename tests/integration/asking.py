@@ -1,0 +1,145 @@
+"""Requests against a running router, each on a thread of its own: read while they run, given up at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from processes import LOOPBACK, eventually
+
+READ_TIMEOUT_S = 60.0
+"""Longer than every bound of the system: a read that takes so long is a hang."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came, as it comes. `error`: of an error status, or of the event that ended the stream."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    request_id: str = ""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: dict[str, Any] | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+    is_complete: bool = False
+    """`[DONE]` was seen, or the whole body."""
+    broken: str | None = None
+    """How the connection failed, if it did."""
+    seconds: float = 0.0
+
+
+class Ask:
+    """A request that has been sent. `chat`: by /v1/chat/completions, else /v1/completions."""
+
+    def __init__(self, port: int, body: dict[str, Any], *, stream: bool = True, chat: bool = False) -> None:
+        self.reply = Reply()
+        self._body = {"stream": stream, "return_token_ids": True, "include_metrics": True} | body
+        self._path = "/v1/chat/completions" if chat else "/v1/completions"
+        self._connection = http.client.HTTPConnection(LOOPBACK, port, timeout=READ_TIMEOUT_S)
+        self._connection.connect()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait_tokens(self, count: int, within_s: float = 30.0) -> None:
+        """Until at least `count` tokens are here; fails when the answer ends before."""
+        eventually(lambda: len(self.reply.token_ids) >= count or self.is_over, f"{count} tokens", within_s)
+        assert len(self.reply.token_ids) >= count, f"ended early: {self.reply}"
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self, within_s: float = READ_TIMEOUT_S) -> Reply:
+        """The reply when all of it is here, whatever it is."""
+        self._thread.join(within_s)
+        assert not self._thread.is_alive(), f"no end within {within_s:g} s: {self.reply}"
+        return self.reply
+
+    def give_up(self) -> None:
+        """The client is gone: the connection is closed without a word."""
+        self._is_closed = True
+        raw = self._connection.sock
+        if raw is not None:
+            with contextlib.suppress(OSError):  # the server may have been faster
+                raw.shutdown(socket.SHUT_RDWR)
+        self._thread.join(READ_TIMEOUT_S)
+
+    def _run(self) -> None:
+        started = time.monotonic()
+        try:
+            headers = {"Content-Type": "application/json"}
+            self._connection.request("POST", self._path, json.dumps(self._body), headers)
+            response = self._connection.getresponse()
+            self.reply.headers = {name.lower(): value for name, value in response.getheaders()}
+            self.reply.status = response.status
+            if response.status == 200 and self._body["stream"]:
+                self._read_stream(response)
+            else:
+                self._take(json.loads(response.read()))
+                self.reply.is_complete = True
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+            # AttributeError: http.client finds its socket gone when `give_up` closed it under it.
+            self.reply.broken = f"{type(error).__name__}: {error}"
+        finally:
+            self.reply.seconds = time.monotonic() - started
+            self._connection.close()
+
+    def _read_stream(self, response: http.client.HTTPResponse) -> None:
+        for raw in response:
+            line = raw.strip()
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                self.reply.is_complete = True
+                return
+            self._take(json.loads(data))
+
+    def _take(self, body: dict[str, Any]) -> None:
+        reply = self.reply
+        if "error" in body:
+            reply.error = body["error"]
+            return
+        reply.request_id = body["id"]
+        reply.metrics = body.get("metrics") or reply.metrics
+        reply.usage = body.get("usage") or reply.usage
+        for choice in body["choices"]:
+            message = choice.get("delta") or choice.get("message") or choice
+            reply.text += message.get("content") or message.get("text") or ""
+            reply.token_ids.extend(choice.get("token_ids") or ())
+            reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+
+
+def complete(port: int, body: dict[str, Any], *, stream: bool = False, chat: bool = False) -> Reply:
+    """A request that must succeed."""
+    reply = Ask(port, body, stream=stream, chat=chat).result()
+    assert reply.status == 200, reply
+    assert reply.is_complete, reply
+    assert reply.error is None, reply
+    return reply
+
+
+def plain(port: int, body: dict[str, Any], *, chat: bool = False) -> Reply:
+    """The same request with drafting off: what every answer must be equal to."""
+    return complete(port, body | {"num_speculative_tokens": 0}, chat=chat)
+
+
+def assert_same(reply: Reply, expected: Reply) -> None:
+    """Complete, without an error, and identical."""
+    assert reply.status == 200, reply
+    assert reply.error is None, reply
+    assert reply.broken is None, reply
+    assert reply.is_complete, reply
+    assert reply.token_ids == expected.token_ids, (reply.token_ids, expected.token_ids)
+    assert reply.text == expected.text
+    assert reply.finish_reason == expected.finish_reason
