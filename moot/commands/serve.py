@@ -30,8 +30,9 @@ def run(argv: Sequence[str]) -> int:
         example="moot serve --demo\n  moot serve verifier --model ./my-model --port 7100",
     )
     stop = threading.Event()
-    _on_signal(stop)
     with running(config, "serve", say) as system:
+        # Not before: until here an interrupt ends the start at once.
+        _on_signal(stop)
         _introduce(system)
         while not stop.wait(WATCH_INTERVAL_S):
             system.supervisor.check()

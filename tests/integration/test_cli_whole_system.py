@@ -118,6 +118,7 @@ def ask(url: str, drafting: bool = True) -> Answer:
 def test_serve_goes_on_without_a_drafter_and_ends_on_ctrl_c(model: Path, tmp_path: Path) -> None:
     """A lost drafter is said and changes no text; Ctrl-C ends every process."""
     with served(model, tmp_path) as (process, url, logs):
+        assert "moot_state_store_up 1.0" in Client(url).get("/metrics").decode(), "requests are recorded"
         before = ask(url)
         assert len(before.token_ids) > 0
         os.kill(json.loads((logs / "drafter-suffix.ready").read_text())["pid"], signal.SIGKILL)
