@@ -87,6 +87,7 @@ class SequenceCache:
     def num_slots(self) -> int:
         return self.data.shape[2]
 
+    @torch.inference_mode()
     def reserve(self, num_tokens: int) -> None:
         """Make room for `num_tokens` in all. Raises NoCapacity, and then nothing has changed."""
         missing = round_up(num_tokens, PAGE_SLOTS) - self.num_slots
@@ -97,6 +98,7 @@ class SequenceCache:
         grown[:, :, : self.length] = self.data[:, :, : self.length]
         self.data = grown
 
+    @torch.inference_mode()
     def commit(self, kept: Sequence[int]) -> None:
         """Keep the pending tokens with these indices: a path from the root, each the parent of the next.
 
@@ -117,6 +119,7 @@ class SequenceCache:
             self.data[:, :, self.length : self.length + len(kept)] = pending.tree_kv.index_select(2, rows)
         self.length += len(kept)
 
+    @torch.inference_mode()
     def crop(self, length: int) -> None:
         """Forget everything from position `length` on, pending tokens included. Pages above are given back."""
         if not 0 <= length <= self.length:
@@ -130,12 +133,14 @@ class SequenceCache:
             self.data = self.data[:, :, :keep].clone()
             self._pool.give_back(surplus - PAGE_SLOTS)
 
+    @torch.inference_mode()
     def read_block(self, start: int, end: int) -> Tensor:
         """A copy of the committed slots start..end: [layers, 2, end - start, kv_heads, head_dim]."""
         if not 0 <= start <= end <= self.length:
             raise ValueError(f"slots {start} to {end} are not committed ({self.length} are)")
         return self.data[:, :, start:end].clone()
 
+    @torch.inference_mode()
     def append_block(self, block: Tensor) -> None:
         """Commit a block that `read_block` gave, computed at exactly these positions after the same prefix."""
         self.pending = None
@@ -144,6 +149,7 @@ class SequenceCache:
         self.data[:, :, self.length : self.length + num_tokens] = block
         self.length += num_tokens
 
+    @torch.inference_mode()
     def free(self) -> None:
         """Give every slot back. The cache is empty afterwards and may be used again."""
         self._pool.give_back(self.num_slots)
@@ -151,6 +157,7 @@ class SequenceCache:
         self.length = 0
         self.pending = None
 
+    @torch.inference_mode()
     def _allocate(self, num_slots: int) -> Tensor:
         shape = self._pool.shape
         return torch.zeros(

@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from moot.model.determinism import NATURAL, current_rules, tiled_linear
 
@@ -86,15 +87,37 @@ class RowwiseActivation(nn.Module):
 
 
 def install(model: nn.Module) -> None:
-    """Replace the layers of `model` in place; names, tied weights and the state dict stay."""
+    """Replace the layers of `model` in place. Names and tied weights stay."""
     for module in list(model.modules()):
         for names in SHARED_NAMES:
             _share(module, names)
         for name, child in list(module.named_children()):
             if type(child).__module__ in _ACTIVATION_HOMES and not isinstance(child, nn.MultiheadAttention):
                 setattr(module, name, RowwiseActivation(child))
+            elif type(child) is Conv1D:
+                setattr(module, name, _transposed(child))
             elif type(child) is nn.Linear:
                 child.__class__ = TiledLinear
+
+
+def foreign_products(model: nn.Module) -> list[str]:
+    """Names of parameters that may take part in products which are no linear layers: experts, convolutions."""
+    known = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    return [name for name, parameter in model.named_parameters() if parameter.dim() > 1 and id(parameter) not in known]
+
+
+def _transposed(layer: Conv1D) -> TiledLinear:
+    """GPT-2's layer, whose weight is [in, out], as a linear layer."""
+    weight = layer.weight.detach().t().contiguous()
+    linear = TiledLinear(weight.shape[1], weight.shape[0], dtype=weight.dtype, device=weight.device)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
+    return linear
 
 
 def _share(parent: nn.Module, names: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from moot.model.determinism import (
     linear_candidates,
 )
 from moot.model.kv import PAGE_SLOTS, KvPool, SequenceCache
-from moot.model.layers import SharedLinear
+from moot.model.layers import SharedLinear, foreign_products
 
 if TYPE_CHECKING:
     from moot.model.load import LoadedModel
@@ -37,6 +37,10 @@ _PASS_TOKENS = 40
 
 def find_rules(loaded: LoadedModel) -> RowRules:
     """The cheapest paddings under which rows round alike here. Raises ConfigError when there are none."""
+    if foreign := foreign_products(loaded.model):
+        raise ConfigError(
+            f"deterministic mode covers products of linear layers only; {loaded.info.model} also has {foreign[0]}"
+        )
     dtype, generator = loaded.kv_shape.dtype, torch.Generator().manual_seed(0)
     products = [_linear_case(loaded, shape, generator) for shape in _distinct_shapes(loaded.model)]
     linear = _first_holding(linear_candidates(dtype), products)

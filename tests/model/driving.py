@@ -1,0 +1,50 @@
+"""What the tests of the model runtime share: tiny models on disk, loaded or plain, and ways to run a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from moot.model.kv import SequenceCache
+from moot.model.load import DTYPES
+from moot.model.runner import ModelRunner, SequenceInput
+
+
+def random_ids(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(259, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def plain_model(path: Path, dtype: str) -> Any:
+    """transformers' own model with its own attention: nothing of ours in it.
+
+    Attention `sdpa`, because `eager` takes the softmax of a float64 model in float32.
+    """
+    return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="sdpa").eval()
+
+
+@torch.inference_mode()
+def plain_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
+    """[tokens, vocab] of one pass over everything, without a cache."""
+    logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+    return logits if logits.dtype is torch.float64 else logits.float()
+
+
+def run_chunks(runner: ModelRunner, token_ids: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, SequenceCache]:
+    """All logits [tokens, vocab], computed in chunks of these sizes (the last one takes what is left)."""
+    cache, logits = runner.new_cache(), []
+    for size in [*sizes, len(token_ids)]:
+        chunk = token_ids[cache.length : cache.length + size]
+        if chunk:
+            logits += runner.forward([SequenceInput(cache, chunk, None, range(len(chunk)))])
+            cache.commit(range(len(chunk)))
+    return torch.cat(logits), cache
+
+
+def distance(ours: Tensor, plain: Tensor) -> float:
+    """Largest difference, relative to the largest logit."""
+    return ((ours - plain).abs().max() / plain.abs().max()).item()
