@@ -13,7 +13,7 @@ generate = $(PROTOC) --python_out=$(1) --mypy_out=$(1) proto/moot/v1/*.proto && 
   $(PROTOC) --grpc_python_out=$(1) --mypy_grpc_out=$(1) proto/moot/v1/*_service.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install install-dev demo serve test test-long check format proto check-proto clean
+.PHONY: help venv install install-dev demo serve test test-long check format proto docs check-proto clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -58,6 +58,7 @@ check: install-dev check-proto  ## style, types, layers, stubs up to date
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/module_table.py --check
 
 format: install-dev  ## what `check` would complain about, where a program can mend it
 	$(BIN)/ruff check --fix
@@ -65,6 +66,9 @@ format: install-dev  ## what `check` would complain about, where a program can m
 
 proto: install-dev  ## regenerate moot/v1 from proto/
 	$(call generate,.)
+
+docs: install-dev  ## regenerate what the documents take from the code
+	$(BIN)/python tools/module_table.py
 
 check-proto: install-dev
 	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
