@@ -1,30 +1,30 @@
 """The tree of exceptions. One interceptor (gRPC) and one handler (HTTP) map it to codes; nothing else does.
 
-    MootError
-    ├── ConfigError                a flag, environment variable or file is wrong (exit status 2)
-    ├── InvalidRequest             the caller's parameter; carries `param`            400 INVALID_ARGUMENT
-    │   ├── ContextLengthExceeded  prompt + output do not fit                         400
-    │   └── BodyTooLarge                                                             413
-    ├── ModelNotFound                                                                404 NOT_FOUND
-    ├── Unauthenticated                                                              401 UNAUTHENTICATED
-    ├── RateLimited                the caller is over its limit; `retry_after_s`      429 RESOURCE_EXHAUSTED
-    ├── NoCapacity                 nobody can serve it now; `retry_after_s`           503 UNAVAILABLE
-    │   └── Draining               this pod is going away
-    ├── DeadlineExceeded           a wait reached its bound                           504 DEADLINE_EXCEEDED
-    ├── PeerError                  about another pod
-    │   ├── PeerLost               stream broken, heartbeats missed or unprogressing
-    │   └── PeerRefused            other tokenizer or model than asked; never used
-    ├── SessionError               one session, others go on
-    │   ├── UnknownSession         open it again
-    │   └── RequestPoisoned        the target's numbers are not finite for this request
-    ├── ModelRefused               a model whose attention cannot be driven, named
-    └── StoreError                 the record of a request
-        ├── StoreUnavailable       Redis is down, slow or full
-        ├── CommitFenced           another owner has claimed the request
-        ├── CommitConflict         the record has another length than expected
-        ├── CommitTerminal         the record has ended
-        ├── LeaseHeld              its owner may still be alive; `retry_after_s`
-        └── RecordNotFound         never written, or its time to live is over
+MootError
+├── ConfigError                a flag, environment variable or file is wrong (exit status 2)
+├── InvalidRequest             the caller's parameter; carries `param`            400 INVALID_ARGUMENT
+│   ├── ContextLengthExceeded  prompt + output do not fit                         400
+│   └── BodyTooLarge                                                             413
+├── ModelNotFound                                                                404 NOT_FOUND
+├── Unauthenticated                                                              401 UNAUTHENTICATED
+├── RateLimited                the caller is over its limit; `retry_after_s`      429 RESOURCE_EXHAUSTED
+├── NoCapacity                 nobody can serve it now; `retry_after_s`           503 UNAVAILABLE
+│   └── Draining               this pod is going away
+├── DeadlineExceeded           a wait reached its bound                           504 DEADLINE_EXCEEDED
+├── PeerError                  about another pod
+│   ├── PeerLost               stream broken, heartbeats missed or unprogressing
+│   └── PeerRefused            other tokenizer or model than asked; never used
+├── SessionError               one session, others go on
+│   ├── UnknownSession         open it again
+│   └── RequestPoisoned        the target's numbers are not finite for this request
+├── ModelRefused               a model whose attention cannot be driven, named
+└── StoreError                 the record of a request
+    ├── StoreUnavailable       Redis is down, slow or full
+    ├── CommitFenced           another owner has claimed the request
+    ├── CommitConflict         the record has another length than expected
+    ├── CommitTerminal         the record has ended
+    ├── LeaseHeld              its owner may still be alive; `retry_after_s`
+    └── RecordNotFound         never written, or its time to live is over
 """
 
 from __future__ import annotations
