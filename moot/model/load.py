@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moot.core.errors import ModelRefused
+from moot.core.errors import ConfigError, ModelRefused
 from moot.core.types import ROOT, ModelInfo
 from moot.model.attention import ATTENTION_NAME, STEP_ARGUMENT, Step, plan_segment
 from moot.model.determinism import NATURAL
@@ -71,6 +72,7 @@ def load_model(
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    transformers.utils.logging.disable_progress_bar()
     name = str(path_or_id)
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
@@ -97,12 +99,18 @@ def load_model(
 def choose_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device} is not auto, cpu or cuda")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {device} was asked for, but torch finds no GPU")
     return torch.device(device)
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    if dtype != "auto":
+    if dtype in DTYPES:
         return DTYPES[dtype]
+    if dtype != "auto":
+        raise ConfigError(f"dtype {dtype} is not auto, {', '.join(DTYPES)}")
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     return torch.bfloat16 if _linear_seconds(torch.bfloat16) < _linear_seconds(torch.float32) else torch.float32

@@ -1,0 +1,126 @@
+"""What is loaded, what is refused by name, and what is known about a model afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+
+from moot.core.errors import ConfigError, ModelRefused
+from moot.model.load import choose_dtype, load_model
+from moot.model.runner import ModelRunner
+from moot.model.tiny import byte_tokenizer, make_tiny_model
+
+FIELDS: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+    "pad_token_id": 256,
+}
+
+
+def other_model(path: Path, kind: str, **config: Any) -> Path:
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(FIELDS | config)))
+    made.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "reason"),
+    [
+        ("mamba", {"state_size": 8}, "MambaForCausalLM has 2 layers, of which 0"),
+        ("bloom", {"n_head": 4, "n_layer": 2}, "BloomForCausalLM has 2 layers, of which 0"),
+        ("gemma2", {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16}, "softcap"),
+        ("rwkv", {"attention_hidden_size": 64}, "RwkvForCausalLM"),
+    ],
+)
+def test_what_cannot_be_driven_is_refused_by_name(
+    tmp_path: Path, kind: str, config: dict[str, Any], reason: str
+) -> None:
+    """State-space models, attention of a model's own and features we do not compute never reach a request."""
+    with pytest.raises(ModelRefused, match=reason):
+        load_model(other_model(tmp_path, kind, **config), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+        ("phi3", {"intermediate_size": 128, "num_key_value_heads": 2}),
+        ("gemma3_text", {"intermediate_size": 128, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8}),
+    ],
+)
+def test_other_families_work_as_they_are(tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
+    """Any decoder whose attention is a registered function is driven, deterministic mode included."""
+    assert ModelRunner(load_model(other_model(tmp_path, kind, **config), dtype="float32"), 512, True).deterministic
+
+
+def test_experts_are_served_in_natural_mode_only(tmp_path: Path) -> None:
+    """Products that are no linear layers are not tiled, so the deterministic mode names one and is refused."""
+    config = {"intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4}
+    loaded = load_model(other_model(tmp_path, "mixtral", **config), dtype="float32")
+    with pytest.raises(ConfigError, match="linear layers only; .* also has .*mlp"):
+        ModelRunner(loaded, 512, True)
+    assert not ModelRunner(loaded, 512, False).deterministic
+
+
+def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="T5 is an encoder-decoder model"):
+        load_model(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    """Only safetensors: a pickle may run code."""
+    make_tiny_model(tmp_path)
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelRefused, match="safetensors"):
+        load_model(tmp_path)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match=tmp_path.name):
+        load_model(tmp_path)
+
+
+def test_what_is_known_of_a_model(tmp_path: Path) -> None:
+    """The tokenizer's size, not the padded one; end ids of model and tokenizer; the config's context limit."""
+    path = make_tiny_model(tmp_path / "tiny", "mistral", vocab_size=320, context=777)
+    loaded = load_model(path, dtype="float32")
+    assert loaded.info.model == "tiny"
+    assert (loaded.info.vocab_size, loaded.num_embeddings, loaded.num_logits) == (259, 320, 320)
+    assert loaded.info.context_limit == 777
+    assert loaded.info.end_token_ids == {258}
+    assert loaded.kv_shape.num_kv_heads == 2
+
+
+def test_revision_tells_weights_apart(tmp_path: Path) -> None:
+    """A folder's revision follows its config and weights, and not its name."""
+    one, same, other = (
+        load_model(make_tiny_model(tmp_path / name, seed=seed), dtype="float32").info.revision
+        for name, seed in (("one", 0), ("same", 0), ("other", 1))
+    )
+    assert one == same != other
+
+
+def test_dtype_is_chosen_or_measured() -> None:
+    cpu = torch.device("cpu")
+    assert choose_dtype("float64", cpu) is torch.float64
+    assert choose_dtype("auto", cpu) in (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("arguments", [{"dtype": "int8"}, {"device": "quantum"}])
+def test_unknown_dtype_or_device_is_a_config_error(tmp_path: Path, arguments: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(arguments.values()))):
+        load_model(make_tiny_model(tmp_path), **arguments)
