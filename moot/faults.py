@@ -2,20 +2,26 @@
 
 Inactive, and one dictionary look-up, unless the environment variable MOOT_FAULTS names them:
 `MOOT_FAULTS="verifier.step=delay:0.5;verifier.logits=nan@req-7;drafter.propose=lie"`. A point is `name=action`,
-with an argument after a colon and, after an at sign, the one request id (or session) that it applies to.
-The meaning of an action is the place's own; `fault_delay_s` serves the common ones `delay:SECONDS` and `freeze`.
+with an argument after a colon and, after an at sign, the request ids that it applies to: one, or a pattern with `*`
+(ids begin with the API's kind and end with the choice's number). The meaning of an action is the place's own;
+`act` serves the common ones `delay:SECONDS`, `freeze` and `exit`, which ends the process at once.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from moot.core.errors import ConfigError
 
 FREEZE_S = 3600.0
 """A frozen place sleeps this long: longer than every deadline, yet not for ever."""
+
+EXIT_STATUS = 86
+"""Of a process that the action `exit` has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +48,11 @@ _active: Mapping[str, Fault] = parse_faults(os.environ.get("MOOT_FAULTS", ""))
 
 
 def fault(name: str, target: str = "") -> Fault | None:
-    """The fault set for this place (and this request or session), or None. `target` "" matches any."""
+    """The fault set for this place (and this request or session), or None. One without a target applies to all."""
     if not _active:
         return None
     found = _active.get(name)
-    return found if found is not None and found.target in ("", target) else None
+    return found if found is not None and (not found.target or fnmatchcase(target, found.target)) else None
 
 
 def fault_delay_s(found: Fault | None) -> float:
@@ -56,3 +62,13 @@ def fault_delay_s(found: Fault | None) -> float:
     if found.action == "freeze":
         return FREEZE_S
     return float(found.argument) if found.action == "delay" else 0.0
+
+
+def act(found: Fault | None) -> None:
+    """Do what the common actions say; nothing for any other. Blocks the calling thread."""
+    if found is None:
+        return
+    if found.action == "exit":
+        os._exit(EXIT_STATUS)
+    if seconds := fault_delay_s(found):
+        time.sleep(seconds)

@@ -16,7 +16,7 @@ from torch import Tensor
 from moot.core.acceptance import Walk, walk
 from moot.core.errors import NoCapacity, RequestPoisoned
 from moot.core.types import ROOT, TokenLogprobs
-from moot.faults import fault
+from moot.faults import act, fault
 from moot.model.runner import ModelRunner, SequenceInput
 from moot.model.sampler import Sampler
 from services.verifier.commands import FailureCode
@@ -86,7 +86,8 @@ class StepRunner:
         """Logits per item, [rows, vocab] float32; an exception for an item that fails on its own."""
         try:
             for item in items:
-                if (found := fault("verifier.forward", item.session.request_id)) and found.action == "raise":
+                act(found := fault("verifier.forward", item.session.request_id))
+                if found and found.action == "raise":
                     raise RuntimeError("fault point verifier.forward")
             logits = self._runner.forward([_input_of(item) for item in items], self._progress)
             return list(zip(items, logits, strict=True))
@@ -109,7 +110,8 @@ class StepRunner:
             session.cache.commit(range(item.num_prefix_tokens))
             session.cached_length = session.cache.length
             return Prefilled(session)
-        if (found := fault("verifier.logits", session.request_id)) and found.action == "nan":
+        act(found := fault("verifier.logits", session.request_id))
+        if found and found.action == "nan":
             logits = torch.full_like(logits, torch.nan)
         walked, rows = self.sample(session, session.work, logits)
         logprobs = self._logprobs(session, logits, rows, walked.output_token_ids)
