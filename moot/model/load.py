@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moot.core.errors import ConfigError, ModelRefused
