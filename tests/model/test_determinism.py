@@ -145,7 +145,9 @@ def test_the_check_finds_row_counts_that_differ(tmp_path: Path, dtype: str, monk
         if input.shape[-2] >= 8:
             return plain_linear(input, weight, bias)
         half = weight.shape[1] // 2
-        wide = [tensor.double() for tensor in (input[..., :half], weight[:, :half], input[..., half:], weight[:, half:])]
+        wide = [
+            tensor.double() for tensor in (input[..., :half], weight[:, :half], input[..., half:], weight[:, half:])
+        ]
         parts = [plain_linear(*wide[:2]).float(), plain_linear(*wide[2:]).float()]
         return (parts[0] + parts[1]).to(input.dtype)
 

@@ -14,6 +14,7 @@ from moot.model.load import load_model
 from moot.model.runner import ModelRunner, SequenceInput
 from moot.model.tiny import FAMILIES, make_tiny_model
 
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny tensors gain nothing from threads."""
