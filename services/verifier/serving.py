@@ -34,7 +34,7 @@ class Load:
 
 
 class Serving:
-    """Not thread-safe. `load` is replaced at the end of each step and may be read from anywhere."""
+    """Not thread-safe. `load` is replaced at both ends of each step and may be read from anywhere."""
 
     def __init__(
         self,
@@ -85,6 +85,8 @@ class Serving:
     def step(self) -> bool:
         """Compute one batch. False when there is nothing that can be computed now."""
         self._expire()
+        # Before the batch, too: a thread that stands still inside its first step must not look idle.
+        self._note_load()
         changes = self.scheduler.rearrange()
         for session in changes.preempted:
             session.cache.free()
@@ -204,12 +206,14 @@ class Serving:
         else:
             self._outbox[stream].append(result)
 
-    def _observe(self) -> None:
+    def _note_load(self) -> None:
         num_working = sum(session.has_work for session in self._sessions.values())
-        usage = self._pool.used_tokens / self._pool.capacity_tokens
-        self.load = Load(num_working, usage)
-        self._metrics.kv_cache_usage_ratio.set(usage)
+        self.load = Load(num_working, self._pool.used_tokens / self._pool.capacity_tokens)
+
+    def _observe(self) -> None:
+        self._note_load()
+        self._metrics.kv_cache_usage_ratio.set(self.load.kv_cache_usage_ratio)
         self._metrics.num_sessions.set(len(self._sessions))
         self._metrics.num_requests_running.set(self.scheduler.num_admitted)
         self._metrics.num_requests_waiting.set(self.scheduler.num_waiting)
-        self._metrics.pool_depth.set(num_working)
+        self._metrics.pool_depth.set(self.load.num_working)
