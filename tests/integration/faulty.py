@@ -1,0 +1,90 @@
+"""What the fault tests ask for, and how they run several requests through one fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from asking import Ask, Reply, assert_same, plain
+from processes import System
+
+LETTERS = "abcdefgh"
+STEP_DELAY = "verifier.step=delay:0.02"
+"""Makes a step last as long as a large model's, so that there is a middle of an answer to break something in."""
+
+
+def body(index: int = 0, max_tokens: int = 80, **fields: Any) -> dict[str, Any]:
+    """Request number `index`: greedy or sampled in turn, over eight letters, so that drafters have a chance."""
+    return {
+        "prompt": f"{LETTERS} {index} {LETTERS}",
+        "max_tokens": max_tokens,
+        "temperature": 0.9 * (index % 2),
+        "seed": index,
+        "ignore_eos": True,
+        "allowed_token_ids": list(LETTERS.encode()),
+        "num_speculative_tokens": 3,
+    } | fields
+
+
+def chat_body(index: int = 0, max_tokens: int = 80, **fields: Any) -> dict[str, Any]:
+    """The same for the chat API; such requests are the target of fault points `...@chatcmpl-*`."""
+    made = body(index, max_tokens, **fields)
+    return {"messages": [{"role": "user", "content": made.pop("prompt")}]} | made
+
+
+_DELIVERY = frozenset({"drafters", "stream", "num_speculative_tokens"})
+
+
+class Rig:
+    """Reference answers of one system, made once each while it is whole."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self._expected: dict[str, Reply] = {}
+
+    @property
+    def port(self) -> int:
+        return self.system.router.port
+
+    def expected(self, asked: dict[str, Any], *, chat: bool = False) -> Reply:
+        """The answer with drafting off; how it is drafted and delivered must not matter, so that is left out."""
+        return self.all_expected([asked], chat=chat)[0]
+
+    def all_expected(self, bodies: Sequence[dict[str, Any]], *, chat: bool = False) -> list[Reply]:
+        cores = [{name: one[name] for name in sorted(one) if name not in _DELIVERY} for one in bodies]
+        missing = {key: core for core in cores if (key := repr((core, chat))) not in self._expected}
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda core: plain(self.port, core, chat=chat), missing.values())
+            self._expected.update(zip(missing, answers, strict=True))
+        return [self._expected[repr((core, chat))] for core in cores]
+
+    def ask(self, asked: dict[str, Any], *, stream: bool = True, chat: bool = False) -> Ask:
+        return Ask(self.port, asked, stream=stream, chat=chat)
+
+    def through(self, breaks: Callable[[], Any], count: int = 2, **fields: Any) -> list[Reply]:
+        """`count` streams and one whole answer, with `breaks` called in the middle of each: all must be right."""
+        bodies = [body(index, **fields) for index in range(count + 1)]
+        expected = self.all_expected(bodies)
+        asks = [self.ask(asked, stream=index < count) for index, asked in enumerate(bodies)]
+        for ask in asks[:count]:
+            ask.wait_tokens(5)
+        breaks()
+        assert not any(ask.is_over for ask in asks), "nothing was broken in the middle"
+        replies = [ask.result() for ask in asks]
+        for reply, right in zip(replies, expected, strict=True):
+            assert_same(reply, right)
+        return replies
+
+    def ask_right(self, index: int = 0, **fields: Any) -> Reply:
+        """One more request, which must be right."""
+        asked = body(index, **({"max_tokens": 40} | fields))
+        reply = self.ask(asked).result()
+        assert_same(reply, self.expected(asked))
+        return reply
+
+
+def num_proposed(reply: Reply) -> dict[str, int]:
+    """Tokens proposed for this request, by drafter."""
+    drafters = reply.metrics["speculative_decoding"]["drafters"]
+    return {name: counts["num_proposed_tokens"] for name, counts in drafters.items()}

@@ -1,0 +1,119 @@
+"""Drafters that die, freeze, lie or talk garbage in the middle of an answer change its time, never its text."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+from faulty import STEP_DELAY, Rig, num_proposed
+from processes import Process, at_least, equal_to, eventually, running, wait_metric
+
+from moot.model.tiny import make_tiny_model
+
+GOOD = {"suffix": "suffix", "lookup": "prompt_lookup"}
+BAD = {"liar": "lie", "garbage": "garbage", "late": "delay:0.4"}
+"""`late`: after the hard deadline of the vote."""
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    folder = tmp_path_factory.mktemp("drafters")
+    with running(
+        folder / "logs",
+        make_tiny_model(folder / "tiny"),
+        drafters=GOOD | dict.fromkeys(BAD, "suffix"),
+        faults={"verifier-0": STEP_DELAY}
+        | {f"drafter-{name}": f"drafter.propose={what}" for name, what in BAD.items()},
+        # Who talks nonsense stays away for the whole test, as it must not come back by its wrong deeds alone.
+        router_flags=("--vote-quorum", "1"),
+    ) as system:
+        yield Rig(system)
+
+
+@pytest.fixture(autouse=True)
+def whole_again(rig: Rig) -> Iterator[None]:
+    """Each test leaves a system that holds nothing and that has healed."""
+    yield
+    rig.system.assert_idle()
+    rig.system.heal()
+    rig.system.assert_idle()
+
+
+@pytest.fixture(params=[("suffix",), tuple(GOOD)], ids=["one", "all"])
+def victims(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    names: tuple[str, ...] = request.param
+    return names
+
+
+def drafters(rig: Rig, names: tuple[str, ...]) -> list[Process]:
+    return [rig.system.drafters[name] for name in names]
+
+
+def drafts_again(rig: Rig, names: tuple[str, ...]) -> bool:
+    proposed = num_proposed(rig.ask_right(7, max_tokens=24, drafters=list(GOOD)))
+    return all(proposed.get(name, 0) for name in names)
+
+
+def test_killed_drafters_are_done_without(rig: Rig, victims: tuple[str, ...]) -> None:
+    """A drafter, or all, killed in mid-stream: same text, no error; a new process at the address is used again."""
+    rig.through(lambda: [process.kill() for process in drafters(rig, victims)], drafters=list(GOOD))
+    wait_metric(rig.system.router, "moot_peers", at_least(len(victims)), role="drafter", state="lost")
+    rig.ask_right(drafters=list(GOOD))
+    rig.system.heal()
+    eventually(lambda: drafts_again(rig, victims), "restarted drafters propose", 30)
+
+
+def test_frozen_drafters_are_ejected_and_come_back(rig: Rig, victims: tuple[str, ...]) -> None:
+    """A drafter, or all, frozen in mid-stream: at most three late votes, then it is not asked; thawed, it returns."""
+    num_before = rig.system.router.log.count("drafter ejected")
+    rig.through(lambda: [process.freeze() for process in drafters(rig, victims)], drafters=list(GOOD))
+    assert rig.system.router.log.count("drafter ejected") >= num_before + len(victims)
+    rig.ask_right(drafters=list(GOOD))
+    for process in drafters(rig, victims):
+        process.thaw()
+    eventually(lambda: drafts_again(rig, victims), "thawed drafters propose", 30)
+
+
+@pytest.mark.parametrize("names", [("garbage",), ("late",), (*BAD, *GOOD)])
+def test_nonsense_and_lateness_cost_three_strikes(rig: Rig, names: tuple[str, ...]) -> None:
+    """Answers that cannot be used, or come too late, are dropped and counted; the third ejects for a while."""
+    router, bad = rig.system.router, [name for name in names if name in ("garbage", "late")]
+    before = {name: router.metric("moot_proposals_dropped_total", drafter=name) for name in bad}
+    num_before = router.log.count("drafter ejected")
+    rig.ask_right(1, drafters=list(names))
+    rig.ask_right(2, drafters=list(names))
+    assert router.log.count("drafter ejected") >= num_before + len(bad)
+    for name in bad:
+        assert router.metric("moot_proposals_dropped_total", drafter=name) >= before[name] + 3
+    # The ejection ends by itself.
+    wait_metric(router, "moot_peers", equal_to(0), role="drafter", state="ejected")
+
+
+@pytest.mark.parametrize("names", [("liar",), ("liar", *GOOD)])
+def test_lies_are_never_believed(rig: Rig, names: tuple[str, ...]) -> None:
+    """Wrong tokens with full confidence, alone or outvoted, streamed and not: the target's text comes out."""
+    for index in range(2):
+        reply = rig.ask_right(index, drafters=list(names), stream=bool(index % 2))
+    assert num_proposed(reply)["liar"] > 0
+
+
+def test_all_lost_is_said_and_ends(rig: Rig) -> None:
+    """Without any drafter text is decoded plainly, a gauge says so, and says when it is over."""
+    router, everybody = rig.system.router, tuple(rig.system.drafters)
+    assert router.metric("moot_degraded", mode="no_drafters") == 0
+    rig.through(lambda: [process.freeze() for process in drafters(rig, everybody)])
+    wait_metric(router, "moot_degraded", equal_to(1), mode="no_drafters")
+    reply = rig.ask_right(5)
+    assert reply.metrics["speculative_decoding"]["num_draft_tokens"] == 0
+    for process in drafters(rig, everybody):
+        process.thaw()
+    wait_metric(router, "moot_degraded", equal_to(0), mode="no_drafters")
+
+
+def test_a_terminated_drafter_leaves_in_peace(rig: Rig) -> None:
+    """SIGTERM in mid-stream: the requests go on, no answer is lost on the way, the process ends with status 0."""
+    process = rig.system.drafters["suffix"]
+    rig.through(process.terminate, drafters=list(GOOD))
+    assert process.wait() == 0, process.log
+    assert process.child.status != -signal.SIGTERM
