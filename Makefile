@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build of torch is a tenth of the size of the default one:
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-TORCH := torch>=2.13,<2.14
+TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto
 # Messages of all files, stubs of those with a service; $(1) is the folder they go to.
