@@ -95,7 +95,7 @@ class VerifierPool:
         while True:
             ready = [link for link in self.links.values() if link.is_ready and link not in avoid]
             if ready:
-                return min(ready, key=lambda link: (_numerics(link) != numerics, link.load))
+                return min(ready, key=lambda link: (_numerics(link) != numerics, link.is_in_doubt, link.load))
             now = loop.time()
             if now >= deadline:
                 words = "is full" if avoid else "can be reached"
@@ -238,7 +238,8 @@ class MovingTarget:
         if reason not in ("lost", "internal"):
             return
         self._num_moves += 1
-        self._num_kills += was_computing
+        # Several verifiers may freeze together: one that was ailing before it got the request is not held against it.
+        self._num_kills += was_computing and not (session is not None and session.was_in_doubt)
         if self._num_kills >= policy.max_kills:
             _log.error("request quarantined", extra={"request": self._prefix.request_id, "kills": self._num_kills})
             raise RequestPoisoned("this request was there each time a verifier failed, and is not tried again")

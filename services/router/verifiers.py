@@ -103,6 +103,11 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
     def load(self) -> int:
         return len(self._sessions)
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether it has missed a heartbeat or stood still for one, and is not given up yet."""
+        return self._num_missed > 0 or self._num_stuck > 0
+
     def open(self, prefix: Prefix, num_top_candidates: int) -> VerifySession:
         """Send an opening; `VerifySession.answer` waits for it. Raises PeerLost."""
         session = VerifySession(self, new_session_id())
@@ -260,12 +265,17 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
 class VerifySession:
     """One request on one verifier; at most one command of it is unanswered at a time."""
 
-    __slots__ = ("_answered", "_base_length", "_deadline", "_future", "_round_index", "draft", "link", "session_id")
+    __slots__ = (
+        *("_answered", "_base_length", "_deadline", "_future", "_round_index"),
+        *("draft", "link", "session_id", "was_in_doubt"),
+    )
 
     def __init__(self, link: VerifierLink, session_id: int) -> None:
         self.link = link
         self.session_id = session_id
         self.draft = Draft()
+        self.was_in_doubt = False
+        """Whether the verifier was ailing already when the last command was sent to it."""
         self._round_index = -1
         self._base_length = 0
         self._deadline = 0.0
@@ -282,6 +292,7 @@ class VerifySession:
         self._round_index, self._base_length, self.draft = round_index, base_length, draft
         self._deadline = loop.time() + timeout_s
         self._future = loop.create_future()
+        self.was_in_doubt = self.link.is_in_doubt
 
     @property
     def is_alive(self) -> bool:
