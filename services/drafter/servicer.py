@@ -20,8 +20,10 @@ from services.drafter.engine import DrafterEngine
 class DraftStream:
     """One peer's stream. `deliver` may be called from any thread; what does not fit any more ends the stream."""
 
-    def __init__(self, drafter_id: str, max_queued_answers: int) -> None:
-        self.answers: FrameQueue[pb.DraftAnswer] = FrameQueue(max_queued_answers)
+    def __init__(self, drafter_id: str, max_queued_answers: int, max_message_bytes: int) -> None:
+        self.answers: FrameQueue[pb.DraftAnswer] = FrameQueue(
+            max_queued_answers, max_frame_bytes=max_message_bytes, size_of=lambda answer: answer.ByteSize()
+        )
         self.overflowed = False
         self._drafter_id = drafter_id
         self._loop = asyncio.get_running_loop()
@@ -45,12 +47,18 @@ class DraftStream:
 
 class DrafterServicer(pb_grpc.DrafterServiceServicer):
     def __init__(
-        self, engine: DrafterEngine, description: pb.DescribeDrafterResponse, drafter_id: str, max_queued_answers: int
+        self,
+        engine: DrafterEngine,
+        description: pb.DescribeDrafterResponse,
+        drafter_id: str,
+        max_queued_answers: int,
+        max_message_bytes: int,
     ) -> None:
         self._engine = engine
         self._description = description
         self._drafter_id = drafter_id
         self._max_queued_answers = max_queued_answers
+        self._max_message_bytes = max_message_bytes
         self._streams: set[DraftStream] = set()
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -96,7 +104,7 @@ class DrafterServicer(pb_grpc.DrafterServiceServicer):
         await reader
 
     def _enter(self) -> DraftStream:
-        stream = DraftStream(self._drafter_id, self._max_queued_answers)
+        stream = DraftStream(self._drafter_id, self._max_queued_answers, self._max_message_bytes)
         self._streams.add(stream)
         self._no_streams.clear()
         if self._drain_message is not None:

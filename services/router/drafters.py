@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 
-from moot.core.errors import PeerLost, PeerRefused
+from moot.core.errors import BodyTooLarge, PeerLost, PeerRefused
 from moot.metrics import Metrics
 from moot.rpc import convert
 from moot.v1 import drafter_service_pb2 as pb
@@ -215,7 +215,7 @@ class DraftSession:
         self._send(deadline_ms)
 
     def open(self) -> None:
-        """Tell the replica the prefix, unless it knows one. Raises PeerLost."""
+        """Tell the replica the prefix, unless it knows one. Raises PeerLost, also when no message holds the prefix."""
         prefix = self._prefix
         if self._known_length < 0:
             opening = pb.DraftCommand(session_id=self.session_id)
@@ -223,7 +223,12 @@ class DraftSession:
             opening.open.prompt_token_ids.extend(prefix.prompt_token_ids)
             opening.open.output_token_ids.extend(prefix.output_token_ids)
             opening.open.sampling.CopyFrom(convert.sampling_to_pb(prefix.params))
-            self.link.send(opening)
+            try:
+                self.link.send(opening)
+            except BodyTooLarge as error:
+                # The request goes on without this drafter.
+                self.link.detach(self.session_id)
+                raise PeerLost(str(error)) from error
             self._known_length = len(prefix)
 
     def _send(self, deadline_ms: int) -> None:

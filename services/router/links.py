@@ -23,14 +23,15 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 
-from moot.core.errors import PeerLost, PeerRefused
-from moot.rpc.frames import FrameQueue, FrameQueueFull
+from moot.core.errors import BodyTooLarge, PeerLost, PeerRefused
+from moot.rpc.frames import ITEM_OVERHEAD_BYTES, FrameQueue, FrameQueueFull
 from moot.rpc.link import STREAM_ERRORS, LinkConfig, open_channel
 
 _log = logging.getLogger("moot.router.links")
 
-CommandT = TypeVar("CommandT")
+CommandT = TypeVar("CommandT", bound=Message)
 
 
 class PeerState(Enum):
@@ -117,9 +118,13 @@ class PeerLink(ABC, Generic[CommandT]):
         """The stream is gone: tell every session, and forget them all."""
 
     def send(self, command: CommandT) -> None:
-        """Queue a command. Raises PeerLost when there is no stream or the peer does not take what is queued."""
+        """Queue a command. Raises PeerLost when there is no stream or the peer does not take what is queued, and
+        BodyTooLarge for a command that no message holds: sent, it would break the stream of all others."""
         if self._queue is None:
             raise PeerLost(f"{self.role} {self.address} is not connected")
+        limit = self._policy.link.max_message_bytes
+        if command.ByteSize() + ITEM_OVERHEAD_BYTES > limit:
+            raise BodyTooLarge(f"the request is too large for a message to a {self.role} (at most {limit} bytes)")
         try:
             self._queue.put(command)
         except FrameQueueFull as error:
@@ -165,7 +170,11 @@ class PeerLink(ABC, Generic[CommandT]):
             self._close_stream("the router stops")
 
     async def _run_stream(self, channel: grpc.aio.Channel) -> None:
-        queue: FrameQueue[CommandT] = FrameQueue(self._policy.max_queued_commands)
+        queue: FrameQueue[CommandT] = FrameQueue(
+            self._policy.max_queued_commands,
+            max_frame_bytes=self._policy.link.max_message_bytes,
+            size_of=lambda command: command.ByteSize(),
+        )
         call = self._open_stream(channel, self._write(queue))
         self._queue, self._call = queue, call
         self._set_state(PeerState.READY)

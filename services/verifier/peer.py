@@ -21,7 +21,11 @@ class PeerStream:
         self._engine = engine
         self._config = config
         self._loop = asyncio.get_running_loop()
-        self._queue: FrameQueue[pb.VerifyAnswer] = FrameQueue(config.max_queued_answers)
+        self._queue: FrameQueue[pb.VerifyAnswer] = FrameQueue(
+            config.max_queued_answers,
+            max_frame_bytes=config.max_message_bytes,
+            size_of=lambda answer: answer.ByteSize(),
+        )
         self._stream = engine.connect(self._deliver)
         self._error: NoCapacity | None = None
         self._closed = False
@@ -31,9 +35,7 @@ class PeerStream:
         tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._beat())]
         try:
             while answers := await self._queue.next_frame():
-                # Half the limit: an answer alone may be large, and protobuf counts its own overhead.
-                for frame in wire.frames_of(answers, self._config.max_message_bytes // 2):
-                    yield frame
+                yield pb.VerifyResponse(answers=answers)
             if self._error is not None:
                 raise self._error
         finally:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from moot.core.types import Draft
 from moot.rpc import convert
 from moot.v1 import verifier_service_pb2 as pb
@@ -90,18 +88,3 @@ def heartbeat_to_pb(stats: EngineStats) -> pb.VerifyAnswer:
 
 def drain_to_pb(grace_s: float) -> pb.VerifyAnswer:
     return pb.VerifyAnswer(drain=pb.Drain(grace_ms=round(grace_s * 1000)))
-
-
-def frames_of(answers: Iterable[pb.VerifyAnswer], max_bytes: int) -> Iterator[pb.VerifyResponse]:
-    """As few frames as `max_bytes` allows; an answer above it goes alone."""
-    frame, size = pb.VerifyResponse(), 0
-    for answer in answers:
-        # Tag and length of an answer inside the frame take less than 8 bytes.
-        answer_bytes = answer.ByteSize() + 8
-        if size and size + answer_bytes > max_bytes:
-            yield frame
-            frame, size = pb.VerifyResponse(), 0
-        frame.answers.append(answer)
-        size += answer_bytes
-    if size:
-        yield frame

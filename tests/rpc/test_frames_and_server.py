@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moot.core import errors
 from moot.metrics import Metrics
-from moot.rpc.frames import FrameQueue, FrameQueueFull
+from moot.rpc.frames import ITEM_OVERHEAD_BYTES, FrameQueue, FrameQueueFull
 from moot.rpc.interceptors import status_of
 from moot.rpc.link import LinkConfig, open_channel
 from moot.rpc.server import GrpcServer, run_until_terminated
@@ -38,6 +38,27 @@ def test_a_frame_takes_all_that_waits_up_to_its_size() -> None:
         queue.put(6)
         assert await queue.next_frame() == [3, 4]
         assert await queue.next_frame() == []
+
+    asyncio.run(main())
+
+
+def test_a_frame_holds_no_more_bytes_than_a_message() -> None:
+    """C27: a frame is cut before the limit of a message, though each item fits; an item above it goes alone."""
+
+    async def main() -> None:
+        def queued(items: str) -> FrameQueue[str]:
+            queue: FrameQueue[str] = FrameQueue(
+                max_frame_bytes=4 * ITEM_OVERHEAD_BYTES, size_of=lambda item: int(item) * ITEM_OVERHEAD_BYTES
+            )
+            for item in items:
+                queue.put(item)
+            queue.close()
+            return queue
+
+        for items, frames in (("111", ["11", "1"]), ("0000011", ["0000", "01", "1"]), ("19111", ["1", "9", "11", "1"])):
+            queue = queued(items)
+            assert ["".join(await queue.next_frame()) for _ in frames] == frames
+            assert await queue.next_frame() == []
 
     asyncio.run(main())
 

@@ -99,7 +99,11 @@ class RunningDrafter:
         self.server = GrpcServer(config.link, [SERVICE])
         description = description_to_pb(config.kind, self.proposer.family, info)
         self.servicer = DrafterServicer(
-            self.engine, description, config.drafter_id or config.kind, config.max_queued_answers
+            self.engine,
+            description,
+            config.drafter_id or config.kind,
+            config.max_queued_answers,
+            config.max_message_bytes,
         )
         pb_grpc.add_DrafterServiceServicer_to_server(self.servicer, self.server.server)
         self.config = config
