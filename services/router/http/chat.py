@@ -19,7 +19,8 @@ class ChatReply:
         self._tokens = tokens
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        return self._item(choice, {"role": "assistant", "content": ""}, None)
+        # The choice may have ended with its first chunk: that is told with the text, once.
+        return self._item(choice, {"role": "assistant", "content": ""}, None, {"finish_reason": None})
 
     def delta(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any] | None:
         probs = logprobs.chat_content(self._tokens, chunk.token_ids, chunk.logprobs) if chunk.logprobs else None
@@ -27,7 +28,8 @@ class ChatReply:
         if not chunk.text and probs is None and chunk.finish_reason is None and not new_ids:
             return None
         delta = {"content": chunk.text} if chunk.text or probs else {}
-        return self._item(choice, delta, probs) | new_ids
+        last = ending(choice) if choice.finish_reason else {"finish_reason": None}
+        return self._item(choice, delta, probs, last) | new_ids
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         wanted = choice.request.params.logprobs is not None
@@ -41,6 +43,7 @@ class ChatReply:
             | ids(choice, choice.token_ids)
         )
 
-    def _item(self, choice: Choice, delta: dict[str, Any], probs: dict[str, Any] | None) -> dict[str, Any]:
-        last = ending(choice) if choice.finish_reason else {"finish_reason": None}
+    def _item(
+        self, choice: Choice, delta: dict[str, Any], probs: dict[str, Any] | None, last: dict[str, Any]
+    ) -> dict[str, Any]:
         return {"index": choice.index, "delta": delta, "logprobs": probs} | last

@@ -87,6 +87,19 @@ def test_joined_stream_equals_whole_text(server: LiveServer, path: str, stop: An
     assert sum(choice["finish_reason"] is not None for chunk in chunks[:-1] for choice in chunk["choices"]) == 1
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_an_answer_of_one_chunk_ends_once_and_last(server: LiveServer, path: str, include_usage: bool) -> None:
+    """A client that stops reading at the finish reason has the whole text, however few chunks there are."""
+    options = {"stream_options": {"include_usage": True}} if include_usage else {}
+    body = {"max_tokens": 2, "n": 2} | ({"messages": HELLO} if path == CHAT else {"prompt": "hello"}) | options
+    chunks = streamed(server, path, body)
+    for index in range(2):
+        mine = [item for chunk in chunks[:-1] for item in chunk["choices"] if item["index"] == index]
+        assert [item["finish_reason"] for item in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert joined(chunks, index) == TOKENIZER.decode(TOKENIZER(TEXT)["input_ids"][:2])
+
+
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_max_tokens_is_met_exactly(server: LiveServer, max_tokens: int) -> None:
     """C11: text, usage and logprobs have as many tokens as asked for."""
