@@ -88,6 +88,8 @@ class ScriptedDrafter:
         self.counts: Counter[str] = Counter()
         """Commands seen by name, and `streams`."""
         self.longest_prefix_asked = 0
+        self.num_candidate_rows = 0
+        """Rows of the target's likely ids that came with the questions."""
         self._random = random.Random(seed)
         self._streams: set[_Stream] = set()
         self._server = InProcessServer(
@@ -143,6 +145,7 @@ class ScriptedDrafter:
             stream.answers.put(answer)
             return
         session.prefix.extend(question.committed_token_ids)
+        self.num_candidate_rows += len(convert.top_candidates_from_pb(question.top_candidates))
         self.longest_prefix_asked = max(self.longest_prefix_asked, len(session.prefix))
         answer.proposed.round_index = question.round_index
         answer.proposed.base_length = question.base_length

@@ -42,8 +42,9 @@ class ScriptedVerifier:
     """Serves `text` on loopback. Public attributes may be changed while it runs.
 
     `step_s` and `step_per_token_s`: what a step costs, in seconds. `kill_on`: request ids whose next step takes the
-    whole verifier down; `poison`, `refuse_capacity`, `forget`: request ids that fail by themselves at their next
-    command. `double_answers`: every answer is sent twice; `stale_answers`: before every answer one of another round.
+    whole verifier down; `poison`, `refuse_capacity`: request ids that fail by themselves at their next command;
+    `forget`: those whose session is gone at their next verify. `double_answers`: every answer is sent twice;
+    `stale_answers`: before every answer one of another round and one of another session.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class ScriptedVerifier:
         self.stale_answers = False
         self.answer_heartbeats = True
         self.counts: Counter[str] = Counter()
-        """Commands seen by name: opens, verifies, finishes, aborts, streams."""
+        """Commands seen by name, `streams`, and `opens_with_candidates`."""
         self.largest_batch = 0
         self.largest_queue = 0
         self._server = InProcessServer(
@@ -230,6 +231,7 @@ class ScriptedVerifier:
     def _open(self, stream: _Stream, command: pb.VerifyCommand) -> Verification:
         opening = command.open
         self._fail_on_purpose(opening.request_id)
+        self.counts["opens_with_candidates"] += opening.num_top_candidates > 0
         prefix = [*opening.prompt_token_ids, *opening.output_token_ids]
         params = convert.sampling_from_pb(opening.sampling)
         if len(prefix) >= self.info.context_limit:
@@ -245,6 +247,9 @@ class ScriptedVerifier:
         if session is None:
             raise _Failure(pb.SessionFailed.CODE_UNKNOWN_SESSION, "no such session")
         self._fail_on_purpose(session.request_id)
+        if session.request_id in self.forget:
+            self.forget.discard(session.request_id)
+            raise _Failure(pb.SessionFailed.CODE_UNKNOWN_SESSION, "no such session")
         message = command.verify
         if message.base_length != len(session.prefix) or message.round_index <= session.round_index:
             raise _Failure(pb.SessionFailed.CODE_INVALID, "base_length or round_index do not fit the session")
@@ -286,9 +291,6 @@ class ScriptedVerifier:
             raise _Failure(pb.SessionFailed.CODE_POISONED, "the model's numbers are not finite for this request")
         if request_id in self.refuse_capacity:
             raise _Failure(pb.SessionFailed.CODE_NO_CAPACITY, "no room for another sequence")
-        if request_id in self.forget:
-            self.forget.discard(request_id)
-            raise _Failure(pb.SessionFailed.CODE_UNKNOWN_SESSION, "no such session")
 
     def enter(self, stream: _Stream) -> None:
         self._streams.add(stream)

@@ -76,17 +76,30 @@ class JoinedPeers:
         changed = asyncio.Event()
 
         async def follow(index: int) -> None:
-            async for addresses in self.sources[index].watch():
-                lists[index] = addresses
+            try:
+                async for addresses in self.sources[index].watch():
+                    lists[index] = addresses
+                    changed.set()
+            finally:
                 changed.set()
 
-        async with asyncio.TaskGroup() as group:
-            for index in range(len(self.sources)):
-                group.create_task(follow(index))
+        tasks = [asyncio.create_task(follow(index)) for index in range(len(self.sources))]
+        try:
+            known: frozenset[str] | None = None
             while True:
                 await changed.wait()
                 changed.clear()
-                yield frozenset().union(*lists)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+                joined = frozenset().union(*lists)
+                if joined != known:
+                    known = joined
+                    yield joined
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def parse_source(addresses: Sequence[str], interval_s: float, timeout_s: float) -> PeerSource:

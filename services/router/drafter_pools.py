@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 
 from moot.core.errors import PeerLost
 from moot.metrics import Metrics
-from services.router.drafters import DrafterLink, DraftSession
+from services.router.draft_sessions import DraftSession
+from services.router.drafters import DrafterLink
 from services.router.links import LinkPolicy
 from services.router.ports import BallotBox, Prefix
 from services.router.strikes import StrikePolicy

@@ -17,7 +17,6 @@ from moot.logs import request_id_var
 from moot.rpc import convert
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
-from services.router import validation
 from services.router.auth import ApiKeys
 from services.router.http.endpoint import Front
 from services.router.http.running import Choice, run_choices
@@ -25,6 +24,7 @@ from services.router.limits import Ticket
 from services.router.stop_strings import StopStrings
 from services.router.text import IncrementalText
 from services.router.types import GenerationChunk, GenerationMetrics, GenerationRequest
+from services.router.validation import CommonBody, parse_chat, parse_completion, plan_requests
 
 _NAMED_OTHERWISE = frozenset({"chat", "prompt", "prompt_token_ids", "logit_bias", "seed"})
 
@@ -56,7 +56,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
 
     async def _plan(
         self, request: pb.GenerateRequest, info: ModelInfo, ticket: Ticket, caller: str, base_id: str
-    ) -> tuple[tuple[GenerationRequest, ...], validation.CommonBody]:
+    ) -> tuple[tuple[GenerationRequest, ...], CommonBody]:
         front, values = self._front, _fields(request)
         drafter_ids = front.state.drafter_ids()
         kind = request.WhichOneof("input")
@@ -65,7 +65,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             if "logprobs" in values:
                 values["top_logprobs"], values["logprobs"] = values["logprobs"], True
             values["messages"] = [{"role": turn.role, "content": turn.content} for turn in request.chat.messages]
-            chat = validation.parse_chat(values, front.settings, info, drafter_ids)
+            chat = parse_chat(values, front.settings, info, drafter_ids)
             ticket.grow(chat.common.n)
             ids = await front.tokenizer.encode_chat(
                 chat.messages,
@@ -79,7 +79,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         else:
             ids_given = list(request.prompt_token_ids.token_ids)
             values["prompt"] = request.prompt if kind == "prompt" else ids_given
-            completion = validation.parse_completion(values, front.settings, info, drafter_ids)
+            completion = parse_completion(values, front.settings, info, drafter_ids)
             common = completion.common
             ticket.grow(common.n)
             if kind == "prompt":
@@ -88,11 +88,11 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
                 )
             else:
                 prompts = (tuple(ids_given),)
-        planned = validation.plan_requests(common, prompts, info, base_id, caller, "", kind)
+        planned = plan_requests(common, prompts, info, base_id, caller, "", kind)
         return tuple(replace(one, stop_strings=common.stops) for one in planned), common
 
     def _choices(
-        self, requests: tuple[GenerationRequest, ...], common: validation.CommonBody, info: ModelInfo
+        self, requests: tuple[GenerationRequest, ...], common: CommonBody, info: ModelInfo
     ) -> list[Choice]:
         stops = StopStrings(common.stops)
         return [

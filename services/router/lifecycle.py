@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -28,6 +29,8 @@ from services.router.local_drafters import LocalPool
 from services.router.rounds import Rounds, ServedModel
 from services.router.store import open_store
 from services.router.targets import VerifierPool
+
+_log = logging.getLogger("moot.router")
 
 SERVICE = "moot.v1.RouterService"
 
@@ -87,6 +90,8 @@ class Peers:
         for drafter_id, addresses in parse_drafters(config.drafters).items():
             sources.append((parse_source(addresses, *waits), self.pools[drafter_id].set_addresses))
         self._tasks = [asyncio.create_task(follow(source, apply)) for source, apply in sources]
+        for task in self._tasks:
+            task.add_done_callback(_log_failure)
         self.on_state()
 
     async def close(self) -> None:
@@ -123,6 +128,12 @@ class Peers:
         elif time.monotonic() - self._last_served > self._config.no_verifier_wait_s:
             return NoCapacity("no verifier can be reached", self._config.retry_after_s)
         return None
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """A source that fails for good leaves the last list in place; that must not go unseen."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("discovery ended", exc_info=error)
 
 
 def _count_states(metrics: Metrics, role: str, links: Iterable[PeerLink[Any]]) -> None:

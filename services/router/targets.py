@@ -20,7 +20,8 @@ from moot.core.types import Draft, ModelInfo, Verification
 from moot.metrics import Metrics
 from services.router.links import LinkPolicy
 from services.router.ports import Prefix
-from services.router.verifiers import TargetPolicy, VerifierFacts, VerifierLink, VerifySession
+from services.router.verifiers import TargetPolicy, VerifierFacts, VerifierLink
+from services.router.verify_sessions import VerifySession
 
 _log = logging.getLogger("moot.router.verifiers")
 
@@ -252,9 +253,9 @@ class MovingTarget:
             try:
                 async with asyncio.timeout(self._pool.policy.probation_wait_s):
                     await link.probation.acquire()
+                    self._probation = link.probation
             except TimeoutError:
                 return link.is_ready
-            self._probation = link.probation
         if not link.is_ready:
             self._release()
         return link.is_ready

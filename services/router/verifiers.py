@@ -1,4 +1,4 @@
-"""Verifier pods over gRPC: one stream per address, sessions, heartbeats. Moving between them is in targets.py."""
+"""One verifier pod over gRPC: one stream, its sessions, heartbeats. Moving between verifiers: targets.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moot.core.errors import (
     RequestPoisoned,
     UnknownSession,
 )
-from moot.core.types import ROOT, Draft, ModelInfo, Verification
+from moot.core.types import Draft, ModelInfo, Verification
 from moot.metrics import Metrics
 from moot.rpc import convert
 from moot.v1 import verifier_service_pb2 as pb
@@ -28,6 +28,7 @@ from moot.v1 import verifier_service_pb2_grpc
 from services.router.links import LinkPolicy, PeerLink, PeerState, new_session_id
 from services.router.pool import DraftPool
 from services.router.ports import Prefix
+from services.router.verify_sessions import VerifySession, is_path
 
 _log = logging.getLogger("moot.router.verifiers")
 
@@ -148,7 +149,6 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         self._admit(self.address, facts)
         self.facts = facts
         self.pool = DraftPool(facts.max_num_seqs, self._metrics.pool_depth.inc)
-        self.probation = asyncio.Lock()
 
     def _open_stream(
         self, channel: grpc.aio.Channel, frames: AsyncIterator[Any]
@@ -192,6 +192,9 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
             if failed.code == pb.SessionFailed.CODE_DRAINING and self.state is PeerState.READY:
                 self._set_state(PeerState.DRAINING)
             make = _FAILURES.get(failed.code, PeerError)
+            if make is UnknownSession and session.is_opening:
+                # It cannot fail to know what it is being told: count it among the verifier's own faults.
+                make = PeerError
             self.detach(session)
             session.fail(make(failed.message or "the verifier gave the session up"))
         else:
@@ -202,7 +205,7 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         output, accepted = verification.output_token_ids, verification.num_accepted
         if not accepted <= len(output) <= accepted + 1 or accepted > len(session.draft):
             raise ValueError("the counts of tokens do not fit")
-        if not _is_path(session.draft, output[:accepted]):
+        if not is_path(session.draft, output[:accepted]):
             raise ValueError("the accepted tokens are no path of the draft")
         if verification.finish_reason is None and len(output) != accepted + 1:
             raise ValueError("no next token, and no end")
@@ -260,92 +263,3 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
             self.send(command)
         except PeerLost:
             _log.debug("session ended on a lost verifier", extra={"address": self.address})
-
-
-class VerifySession:
-    """One request on one verifier; at most one command of it is unanswered at a time."""
-
-    __slots__ = (
-        *("_answered", "_base_length", "_deadline", "_future", "_round_index"),
-        *("draft", "link", "session_id", "was_in_doubt"),
-    )
-
-    def __init__(self, link: VerifierLink, session_id: int) -> None:
-        self.link = link
-        self.session_id = session_id
-        self.draft = Draft()
-        self.was_in_doubt = False
-        """Whether the verifier was ailing already when the last command was sent to it."""
-        self._round_index = -1
-        self._base_length = 0
-        self._deadline = 0.0
-        self._future: asyncio.Future[Verification] | None = None
-        self._answered = False
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the verifier works on a command of this session."""
-        return self._future is not None and not self._future.done()
-
-    def expect(self, round_index: int, base_length: int, draft: Draft, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._round_index, self._base_length, self.draft = round_index, base_length, draft
-        self._deadline = loop.time() + timeout_s
-        self._future = loop.create_future()
-        self.was_in_doubt = self.link.is_in_doubt
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the verifier still has it, as far as is known."""
-        return self.link.holds(self)
-
-    def verify(self, draft: Draft, base_length: int, timeout_s: float) -> None:
-        """Send a draft; its place in the pool must be reserved. Raises PeerLost."""
-        round_index = self._round_index + 1
-        self.link.pool.enter(self.session_id)
-        self.link.send(
-            pb.VerifyCommand(session_id=self.session_id, verify=convert.draft_to_pb(draft, round_index, base_length))
-        )
-        self.expect(round_index, base_length, draft, timeout_s)
-
-    async def answer(self) -> Verification:
-        """The answer to the last command. Raises what the failure codes and the loss of the link stand for."""
-        if self._future is None:
-            raise UnknownSession("nothing was asked")
-        try:
-            verification = await self._future
-        finally:
-            self._future = None
-        if verification.finish_reason is not None:
-            self.link.detach(self)
-        return verification
-
-    def waits_for(self, round_index: int, base_length: int, link: VerifierLink) -> bool:
-        """Whether this is the answer that is awaited; any other is counted and dropped."""
-        if round_index != self._round_index or base_length != self._base_length:
-            link.drop("stale")
-            return False
-        if not self.is_computing:
-            link.drop("duplicate")
-            return False
-        return True
-
-    def resolve(self, verification: Verification) -> None:
-        self.link.pool.leave(self.session_id)
-        if self._future is not None and not self._future.done():
-            self._future.set_result(verification)
-
-    def fail(self, error: Exception) -> None:
-        if self._future is not None and not self._future.done():
-            self._future.set_exception(error)
-
-    def is_overdue(self, now: float) -> bool:
-        return self.is_computing and now > self._deadline
-
-
-def _is_path(draft: Draft, token_ids: tuple[int, ...]) -> bool:
-    node_of = {edge: node for node, edge in enumerate(zip(draft.parents, draft.token_ids, strict=True))}
-    node: int | None = ROOT
-    for token in token_ids:
-        node = node_of.get((node, token)) if node is not None else None
-    return node is not None

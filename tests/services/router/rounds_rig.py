@@ -28,7 +28,7 @@ from services.router.verifiers import TargetPolicy
 
 BYTES = TokenBytes(byte_tokenizer())
 FAST_LINK = LinkPolicy(
-    link=LinkConfig(keepalive_time_ms=2000, keepalive_timeout_ms=1000, describe_timeout_ms=1000),
+    link=LinkConfig(describe_timeout_ms=1000),
     backoff_min_s=0.02,
     backoff_max_s=0.2,
     refused_retry_s=0.2,

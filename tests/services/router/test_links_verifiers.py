@@ -310,30 +310,32 @@ def test_a_broken_network_is_a_lost_verifier(fault: str) -> None:
         verifiers = two()
         for verifier in verifiers:
             await verifier.start()
-        async with TcpProxy.to(verifiers[0].address) as proxy:
-            async with rig(text=TEXT, verifiers=[], verifier_addresses=[proxy.address]) as router:
-                router.verifiers.extend(verifiers)
-                asked = request(max_tokens=150)
-                task = asyncio.create_task(router.generate(asked))
-                await eventually(lambda: router.counter("rounds_total") > 5)
-                await router.targets.set_addresses([proxy.address, verifiers[1].address])
-                await eventually(lambda: sum(link.is_ready for link in router.targets.links.values()) == 2)
-                match fault:
-                    case "cut":
-                        proxy.cut()
-                    case "reset":
-                        proxy.reset()
-                    case "partition":
-                        proxy.partition()
-                    case _:
-                        proxy.partition("down")
-                outcome = await asyncio.wait_for(task, 8)
-                assert outcome.token_ids == router.plain(asked)[0]
-                assert router.counter("request_moves_total", reason="lost") == 1
-                proxy.heal()
-                link = router.targets.links[proxy.address]
-                await eventually(lambda: link.state is PeerState.READY, 5)
-                await router.nothing_left()
+        async with (
+            TcpProxy.to(verifiers[0].address) as proxy,
+            rig(text=TEXT, verifiers=[], verifier_addresses=[proxy.address]) as router,
+        ):
+            router.verifiers.extend(verifiers)
+            asked = request(max_tokens=150)
+            task = asyncio.create_task(router.generate(asked))
+            await eventually(lambda: router.counter("rounds_total") > 5)
+            await router.targets.set_addresses([proxy.address, verifiers[1].address])
+            await eventually(lambda: sum(link.is_ready for link in router.targets.links.values()) == 2)
+            match fault:
+                case "cut":
+                    proxy.cut()
+                case "reset":
+                    proxy.reset()
+                case "partition":
+                    proxy.partition()
+                case _:
+                    proxy.partition("down")
+            outcome = await asyncio.wait_for(task, 8)
+            assert outcome.token_ids == router.plain(asked)[0]
+            assert router.counter("request_moves_total", reason="lost") == 1
+            proxy.heal()
+            link = router.targets.links[proxy.address]
+            await eventually(lambda: link.state is PeerState.READY, 5)
+            await router.nothing_left()
         for verifier in verifiers:
             await verifier.kill()
 

@@ -1,0 +1,171 @@
+"""The router as a process: from its flags to its drain, between real clients and scripted peers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import httpx
+import pytest
+from rounds_rig import eventually
+
+from moot.config import load_config
+from moot.core.errors import ConfigError
+from moot.core.noise import choice_seed
+from moot.core.types import SamplingParams
+from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, byte_tokenizer
+from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
+from moot.v1 import router_service_pb2 as pb
+from moot.v1 import router_service_pb2_grpc
+from services.router.config import RouterConfig
+
+TEXT = ScriptedText()
+
+
+@dataclass
+class Process:
+    process: asyncio.subprocess.Process
+    port: int
+    grpc_port: int
+    metrics_port: int
+    verifier: ScriptedVerifier
+    client: httpx.AsyncClient
+
+    async def metric(self, name: str) -> float:
+        text = (await self.client.get(f"http://127.0.0.1:{self.metrics_port}/metrics")).text
+        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+@asynccontextmanager
+async def router(folder: Path, *flags: str) -> AsyncIterator[Process]:
+    byte_tokenizer().save_pretrained(folder / "tokenizer")
+    fingerprint = tokenizer_fingerprint(load_tokenizer(folder / "tokenizer"))
+    verifier = ScriptedVerifier(TEXT, tokenizer_fingerprint=fingerprint)
+    drafter = ScriptedDrafter(TEXT, tokenizer_fingerprint=fingerprint, spoil=0.3)
+    ready = folder / "ready.json"
+    async with verifier, drafter, httpx.AsyncClient(timeout=30) as client:
+        process = await asyncio.create_subprocess_exec(
+            *(
+                sys.executable,
+                "-m",
+                "services.router",
+                "--model",
+                str(folder / "tokenizer"),
+                "--ready-file",
+                str(ready),
+            ),
+            *("--port", "0", "--grpc-port", "0", "--metrics-port", "0", "--served-model-name", "scripted"),
+            *("--verifiers", verifier.address, "--drafters", f"scripted={drafter.address}"),
+            *("--in-process-drafters", "suffix,prompt_lookup", *flags),
+            env={key: value for key, value in os.environ.items() if not key.startswith("MOOT_")},
+        )
+        try:
+            await eventually(lambda: ready.exists() or process.returncode is not None, 60)
+            assert process.returncode is None, "the router ended at its start"
+            facts = json.loads(ready.read_text())
+            assert facts.pop("pid") == process.pid
+            running = Process(process, **facts, verifier=verifier, client=client)
+            await _until_ready(running)
+            yield running
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def _until_ready(running: Process) -> None:
+    async with asyncio.timeout(20):
+        while (await running.client.get(f"http://127.0.0.1:{running.port}/readyz")).status_code != 200:  # noqa: ASYNC110 - HTTP
+            await asyncio.sleep(0.02)
+
+
+def test_router_process_serves_and_drains(tmp_path: Path) -> None:
+    """HTTP and gRPC give the same text; SIGTERM turns readiness off, lets a stream finish and refuses the next one."""
+
+    async def main() -> None:
+        async with router(tmp_path) as running:
+            client, base = running.client, f"http://127.0.0.1:{running.port}"
+            body = {"prompt": "hello", "max_tokens": 40, "seed": 3, "include_metrics": True}
+            answer = (await client.post(f"{base}/v1/completions", json=body)).json()
+            params = SamplingParams(temperature=1.0, max_tokens=40, seed=choice_seed(3, 0))
+            expected = TEXT.plain(b"hello", params)[0]
+            assert answer["usage"]["completion_tokens"] == 40
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{running.grpc_port}") as channel:
+                stub = router_service_pb2_grpc.RouterServiceStub(channel)
+                call = stub.Generate(pb.GenerateRequest(prompt="hello", max_tokens=40, seed=3), timeout=20)
+                parts = [part async for part in call]
+            assert tuple(token for part in parts for token in part.token_ids) == expected
+            assert "".join(part.text for part in parts) == answer["choices"][0]["text"]
+            assert await running.metric("moot_rounds_total") > 0
+            assert await running.metric('moot_degraded{mode="no_drafters"}') == 0
+            running.verifier.step_s = 0.01
+            long = {"prompt": "hello", "max_tokens": 100, "seed": 3, "stream": True}
+            async with client.stream("POST", f"{base}/v1/completions", json=long) as stream:
+                lines = stream.aiter_lines()
+                await anext(lines)
+                running.process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(10):
+                    probe = f"http://127.0.0.1:{running.metrics_port}/readyz"
+                    while (await client.get(probe)).status_code == 200:  # noqa: ASYNC110 - HTTP
+                        await asyncio.sleep(0.01)
+                refused = await client.post(f"{base}/v1/completions", json=body)
+                assert refused.status_code == 503
+                assert "retry-after" in refused.headers
+                rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            assert await asyncio.wait_for(running.process.wait(), 20) == 0
+            await eventually(lambda: running.verifier.num_streams == 0)
+
+    asyncio.run(main())
+
+
+def test_usage_errors_exit_with_two(tmp_path: Path) -> None:
+    """A wrong flag or a missing tokenizer is one sentence and exit status 2."""
+
+    async def main() -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.router", "--model", str(tmp_path), "--verifiers", "127.0.0.1:1"),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, text = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 2
+        assert b"no tokenizer at" in text
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--verifiers", ""], "verifiers"),
+        (["--verifiers", "h:1", "--vote", "loudest"], "vote"),
+        (["--verifiers", "h:1", "--vote-quorum", "2"], "vote_quorum"),
+        (["--verifiers", "h:1", "--vote-soft-deadline-ms", "500"], "vote_soft_deadline_ms"),
+        (["--verifiers", "h:1", "--verify-timeout-s", "0"], "verify_timeout_s"),
+    ],
+)
+def test_router_config_names_what_is_wrong(flags: list[str], word: str) -> None:
+    """Values that cannot work are errors that name the option."""
+    with pytest.raises(ConfigError, match=word):
+        load_config(RouterConfig, ["--model", "m", *flags], {})
+
+
+def test_router_config_reaches_every_policy() -> None:
+    """Each bound stands in the config once and arrives where it acts."""
+    argv = ["--model", "some/folder/", "--verifiers", "h:1,h:2", "--vote-hard-deadline-ms", "70", "--max-moves", "5"]
+    config = load_config(RouterConfig, argv, {"MOOT_EJECT_S": "7", "MOOT_REDIS_URL": "redis://h:1/0"})
+    assert config.served_model_names == ("folder",)
+    assert config.verifiers == ("h:1", "h:2")
+    assert config.ballot_policy.hard_deadline_s == 0.07
+    assert config.target_policy.max_moves == 5
+    assert config.strike_policy.eject_s == 7
+    assert config.store is not None
+    assert config.store.url == "redis://h:1/0"
