@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from services.router.http import logprobs
-from services.router.http.replies import ending, ids
+from services.router.http.replies import ending, ids, prompt_ids
 from services.router.http.running import Choice
 from services.router.token_bytes import TokenBytes
 from services.router.types import GenerationChunk
@@ -17,6 +18,9 @@ class ChatReply:
 
     def __init__(self, tokens: TokenBytes) -> None:
         self._tokens = tokens
+
+    def prompt(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        return prompt_ids(choices[0])
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         # The choice may have ended with its first chunk: that is told with the text, once.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from services.router.http import logprobs
-from services.router.http.replies import ending, ids
+from services.router.http.replies import ending, ids, prompt_ids
 from services.router.http.running import Choice
 from services.router.token_bytes import TokenBytes
 from services.router.types import GenerationChunk
@@ -20,6 +21,9 @@ class CompletionReply:
     def __init__(self, tokens: TokenBytes) -> None:
         self._tokens = tokens
 
+    def prompt(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        return {}  # each choice has its own
+
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         if not choice.prompt_text:
             return None
@@ -32,6 +36,8 @@ class CompletionReply:
         begin = choice.num_tokens - len(chunk.token_ids)
         probs = self._logprobs(choice, begin, chunk) if chunk.logprobs else None
         last = ending(choice) if choice.finish_reason else {"finish_reason": None}
+        if begin == 0:
+            new_ids |= prompt_ids(choice)
         return {"index": choice.index, "text": chunk.text, "logprobs": probs} | last | new_ids
 
     def whole(self, choice: Choice) -> dict[str, Any]:
@@ -39,7 +45,7 @@ class CompletionReply:
         probs = None if choice.request.params.logprobs is None else self._logprobs(choice, 0, whole)
         text = choice.prompt_text + "".join(choice.pieces)
         answer = {"index": choice.index, "text": text, "logprobs": probs}
-        return answer | ending(choice) | ids(choice, choice.token_ids)
+        return answer | ending(choice) | ids(choice, choice.token_ids) | prompt_ids(choice)
 
     def _logprobs(self, choice: Choice, begin: int, chunk: GenerationChunk) -> dict[str, Any]:
         offsets = choice.text.offsets[begin : begin + len(chunk.token_ids)]

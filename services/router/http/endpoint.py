@@ -131,7 +131,7 @@ class GenerationEndpoint:
             durable = True
             async for _, chunk in chunks:
                 durable = durable and chunk.durable
-        answer = envelope.wrap(reply.whole_kind, [reply.whole(choice) for choice in choices])
+        answer = envelope.wrap(reply.whole_kind, [reply.whole(choice) for choice in choices]) | reply.prompt(choices)
         answer["usage"] = envelope.usage()
         if common.include_metrics:
             answer["metrics"] = envelope.metrics()
@@ -209,6 +209,8 @@ class GenerationEndpoint:
                 # With include_usage, OpenAI's chunks before the last carry an explicit null.
                 usage = {"usage": None} if common.include_usage else {}
                 bodies = [envelope.wrap(reply.chunk_kind, [item]) | usage for item in items if item is not None]
+                if bodies and not stream.started:
+                    bodies[0] |= reply.prompt(envelope.choices)
                 if running == 0 and common.include_metrics and not common.include_usage:
                     bodies[-1]["metrics"] = envelope.metrics()
                 if bodies:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise, zip_longest
 from typing import Any, Protocol
 
 from services.router.http.running import Choice
@@ -39,35 +40,43 @@ class Envelope:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """`speculative_decoding` in the names of vLLM's statistics, summed over the choices; `drafts` are rounds."""
+        """`speculative_decoding`: first what vLLM reports of a request, then its server-wide counts of the same and,
+        our own, what each drafter did; summed over the choices. A vLLM step is a round: one without a draft accepted
+        nothing. A rate without anything to divide by is null."""
         known = [choice.metrics for choice in self.choices if choice.metrics]
-        positions = [0] * max((len(item.num_accepted_tokens_per_position) for item in known), default=0)
-        drafters: dict[str, DrafterMetrics] = {}
-        for item in known:
-            for position, count in enumerate(item.num_accepted_tokens_per_position):
-                positions[position] += count
-            for name, one in item.drafters.items():
-                so_far = drafters.get(name, DrafterMetrics())
-                drafters[name] = DrafterMetrics(
-                    so_far.num_proposed_tokens + one.num_proposed_tokens,
-                    so_far.num_accepted_tokens + one.num_accepted_tokens,
-                    so_far.num_votes_won + one.num_votes_won,
-                )
+        num_rounds = sum(item.num_rounds for item in known)
+        num_drafted = sum(item.num_draft_tokens for item in known)
+        num_accepted = sum(item.num_accepted_tokens for item in known)
+        positions = _sums([item.num_accepted_tokens_per_position for item in known])
+        # Rounds that accepted at least j tokens, for j from 0.
+        reached = [num_rounds, *positions, 0]
         speculative = {
-            "num_drafts": sum(item.num_rounds for item in known),
-            "num_draft_tokens": sum(item.num_draft_tokens for item in known),
-            "num_accepted_tokens": sum(item.num_accepted_tokens for item in known),
+            "mean_acceptance_length": 1 + num_accepted / num_rounds if num_rounds else None,
+            "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else None,
+            "acceptance_histogram": [here - after for here, after in pairwise(reached)],
+            "num_spec_steps": num_rounds,
+            "num_accepted_draft_tokens": num_accepted,
+            "num_drafts": num_rounds,
+            "num_draft_tokens": num_drafted,
+            "num_accepted_tokens": num_accepted,
             "num_accepted_tokens_per_pos": positions,
-            "drafters": {
-                name: {
-                    "num_proposed_tokens": one.num_proposed_tokens,
-                    "num_accepted_tokens": one.num_accepted_tokens,
-                    "num_votes_won": one.num_votes_won,
-                }
-                for name, one in sorted(drafters.items())
-            },
+            "drafters": _by_drafter([item.drafters for item in known]),
         }
         return {"seed": self.common.seed, "speculative_decoding": speculative}
+
+
+def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+
+
+def _by_drafter(counts: Sequence[Mapping[str, DrafterMetrics]]) -> dict[str, dict[str, int]]:
+    sums: dict[str, dict[str, int]] = {}
+    for one in counts:
+        for name, drafter in one.items():
+            so_far = sums.setdefault(name, {})
+            for field_name, value in asdict(drafter).items():
+                so_far[field_name] = so_far.get(field_name, 0) + value
+    return dict(sorted(sums.items()))
 
 
 class Reply(Protocol):
@@ -75,6 +84,10 @@ class Reply(Protocol):
 
     whole_kind: str
     chunk_kind: str
+
+    def prompt(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """What stands beside the choices of an answer, or of a stream's first chunk, about the prompt."""
+        ...
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """The first item of a streamed choice, before any token; None: there is none."""
@@ -92,6 +105,11 @@ class Reply(Protocol):
 def ids(choice: Choice, token_ids: Sequence[int]) -> dict[str, Any]:
     """The item's own ids, where the request asked for them (vLLM's `return_token_ids`)."""
     return {"token_ids": list(token_ids)} if choice.return_token_ids else {}
+
+
+def prompt_ids(choice: Choice) -> dict[str, Any]:
+    """The ids of the prompt, where the request asked for ids."""
+    return {"prompt_token_ids": list(choice.request.prompt_token_ids)} if choice.return_token_ids else {}
 
 
 def ending(choice: Choice) -> dict[str, Any]:

@@ -195,6 +195,11 @@ def test_metrics_on_request(server: LiveServer, include_usage: bool) -> None:
     metrics = server.post(COMPLETIONS, body).json()["metrics"]
     assert metrics["seed"] == 5
     assert metrics["speculative_decoding"] == {
+        "mean_acceptance_length": 2.5,
+        "draft_acceptance_rate": 0.6,
+        "acceptance_histogram": [0, 2, 2],
+        "num_spec_steps": 4,
+        "num_accepted_draft_tokens": 6,
         "num_drafts": 4,
         "num_draft_tokens": 10,
         "num_accepted_tokens": 6,
@@ -205,6 +210,33 @@ def test_metrics_on_request(server: LiveServer, include_usage: bool) -> None:
     chunks = streamed(server, COMPLETIONS, body | options)
     assert [chunk.get("metrics") for chunk in chunks[:-1] if "metrics" in chunk] == [metrics]
     assert chunks[-2]["metrics"] == metrics
+
+
+@pytest.mark.parametrize("stop", [None, "ha ha"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_return_token_ids(server: LiveServer, path: str, stream: bool, stop: str | None) -> None:
+    """vLLM's fields: each choice's own ids, in a stream those of its chunk, also where their text is held back; the
+    prompt's once, beside the choices of a chat and in each choice of a completion. They stay out unasked."""
+    body = {"n": 2, "max_tokens": 150, "stop": stop, "return_token_ids": True}
+    body |= {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+    ids = [*TOKENIZER(TEXT)["input_ids"], END]
+    if stop is not None:
+        ends = range(1, len(ids))
+        ids = next(ids[:end] for end in ends if stop in TOKENIZER.decode(ids[:end]))
+    server.generator.requests.clear()
+    answers = streamed(server, path, body)[:-1] if stream else [server.post(path, body).json()]
+    prompt = list(server.generator.requests[0].prompt_token_ids)
+    assert [answer["prompt_token_ids"] for answer in answers if "prompt_token_ids" in answer] == (
+        [prompt] if path == CHAT else []
+    )
+    for index in range(2):
+        mine = [choice for answer in answers for choice in answer["choices"] if choice["index"] == index]
+        assert [token for choice in mine for token in choice.get("token_ids", ())] == ids
+        seen = [choice["prompt_token_ids"] for choice in mine if "prompt_token_ids" in choice]
+        assert seen == ([] if path == CHAT else [prompt])
+    plain = server.post(path, body | {"return_token_ids": False}).text
+    assert "token_ids" not in plain
 
 
 def test_a_message_cannot_forge_a_turn(server: LiveServer) -> None:
