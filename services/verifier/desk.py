@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from moot.core.acceptance import validate_draft
 from moot.core.history import History
-from moot.core.types import Draft, FinishReason, ModelInfo, SamplingParams, Verification
+from moot.core.types import FinishReason, ModelInfo, SamplingParams, Verification
 from moot.model.kv import SequenceCache
 from services.verifier.commands import Answer, Failed, FailureCode, Open, Opened, Verify
-from services.verifier.sessions import NO_ROUND, Session, Stream, Work, nodes_to_feed
+from services.verifier.sessions import Session, Stream, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Desk:
         )
         if finish := _already_over(session):
             return Opened(command.session_id, Verification(session.length, 0, (), finish))
-        session.work = Work(Draft(), (), NO_ROUND, arrived_ns)
+        session.work = Work.opening(arrived_ns)
         stream.sessions[command.session_id] = session
         return session
 
@@ -82,8 +82,7 @@ class Desk:
             return Failed(command.session_id, code, f"{problem}", command.round_index)
         session.round_index = command.round_index
         session.last_active_ns = arrived_ns
-        fed = nodes_to_feed(command.draft, session.max_new)
-        session.work = Work(command.draft, fed, command.round_index, arrived_ns)
+        session.work = Work.verification(command.draft, session.max_new, command.round_index, arrived_ns)
         return session
 
     def _problem_of(self, command: Open) -> str | None:

@@ -20,12 +20,15 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Schedulable(Protocol):
-    """What the scheduler sees of a session."""
+    """What the scheduler sees of a session.
+
+    `num_kv_tokens`: slots of KV that it holds, or will hold when its present work is done, whichever is more.
+    """
 
     @property
     def arrival(self) -> int: ...
     @property
-    def length(self) -> int: ...
+    def num_kv_tokens(self) -> int: ...
     @property
     def num_missing(self) -> int: ...
     @property
@@ -140,8 +143,7 @@ class Scheduler(Generic[SessionT]):
         return Batch((*items, *self._prefills(prefilling)))
 
     def _pages(self, session: SessionT) -> int:
-        """Pages it holds or will hold when its present work is done; the last prefix token is part of the work."""
-        return -(-(session.length + session.num_draft_tokens) // self._limits.page_tokens)
+        return -(-session.num_kv_tokens // self._limits.page_tokens)
 
     def _admit(self) -> list[SessionT]:
         admitted = []

@@ -34,9 +34,29 @@ class Work:
     draft: Draft
     fed_nodes: tuple[int, ...]
     """Nodes of the draft that take a row of the forward pass, ascending; closed under parents."""
+    num_fed_levels: int
+    """Depth of the tree that they make: siblings share a position, so this many KV slots are needed for them."""
     round_index: int
     arrived_ns: int
     """Monotonic."""
+
+    @classmethod
+    def opening(cls, arrived_ns: int) -> Work:
+        return cls(Draft(), (), 0, NO_ROUND, arrived_ns)
+
+    @classmethod
+    def verification(cls, draft: Draft, max_new: int, round_index: int, arrived_ns: int) -> Work:
+        """Feeds only nodes after which one of the `max_new` tokens that may still come can be emitted.
+
+        A node at depth d (0 for children of the prefix) is reached with d + 1 tokens emitted, so these are the depths
+        below `max_new` - 1. Leaving the others out changes no token and keeps positions inside the context limit.
+        """
+        depths: list[int] = []
+        for parent in draft.parents:
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+        fed = tuple(node for node, depth in enumerate(depths) if depth < max_new - 1)
+        num_levels = max((depths[node] + 1 for node in fed), default=0)
+        return cls(draft, fed, num_levels, round_index, arrived_ns)
 
     @property
     def is_opening(self) -> bool:
@@ -87,6 +107,11 @@ class Session:
         return len(self.token_ids) - self.cached_length
 
     @property
+    def num_kv_tokens(self) -> int:
+        """Slots of KV that it holds (a rejected draft may leave a page more than its length needs) or will need."""
+        return max(self.cache.num_slots, self.length + (self.work.num_fed_levels if self.work else 0))
+
+    @property
     def max_new(self) -> int:
         """Tokens the request may still emit."""
         return min(self.params.max_tokens - self.num_output_tokens, self.context_limit - self.length)
@@ -108,15 +133,3 @@ class Stream:
     deliver: Callable[[Sequence[Answer]], None]
     sessions: dict[int, Session] = field(default_factory=dict)
     """By session id; touched by the compute thread only."""
-
-
-def nodes_to_feed(draft: Draft, max_new: int) -> tuple[int, ...]:
-    """Nodes, ascending, after which a token may still be emitted: only they need a row of the forward pass.
-
-    A node at depth d (0 for children of the prefix) is reached with d + 1 tokens emitted, so these are the depths below
-    `max_new` - 1. Leaving the others out changes no token and keeps positions inside the context limit.
-    """
-    depths: list[int] = []
-    for parent in draft.parents:
-        depths.append(0 if parent == ROOT else depths[parent] + 1)
-    return tuple(node for node, depth in enumerate(depths) if depth < max_new - 1)

@@ -14,7 +14,7 @@ from moot import faults
 from moot.core.types import ROOT, Draft, FinishReason, SamplingParams
 from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finish, Open, Opened, Verified, Verify
 from services.verifier.engine import Engine
-from services.verifier.sessions import nodes_to_feed
+from services.verifier.sessions import Work
 from services.verifier.step import StepRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -220,7 +220,9 @@ def test_c11_the_context_limit_ends_the_text(make_engine: MakeEngine) -> None:
 def test_c11_nodes_that_cannot_matter_take_no_row() -> None:
     """Of a tree only the nodes after which a token may still come are fed: depth below max_new - 1."""
     draft = Draft((1, 2, 3, 4, 5), (-1, 0, -1, 1, 2))
-    assert [nodes_to_feed(draft, max_new) for max_new in (1, 2, 3, 4)] == [(), (0, 2), (0, 1, 2, 4), (0, 1, 2, 3, 4)]
+    works = [Work.verification(draft, max_new, 0, 0) for max_new in (1, 2, 3, 4)]
+    assert [work.fed_nodes for work in works] == [(), (0, 2), (0, 1, 2, 4), (0, 1, 2, 3, 4)]
+    assert [work.num_fed_levels for work in works] == [0, 1, 2, 3]
 
 
 def test_c12_min_tokens_masks_at_every_draft_position(make_engine: MakeEngine) -> None:

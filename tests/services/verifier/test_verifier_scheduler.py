@@ -22,6 +22,10 @@ class Job:
     has_work: bool = True
 
     @property
+    def num_kv_tokens(self) -> int:
+        return self.length + self.num_draft_tokens
+
+    @property
     def num_missing(self) -> int:
         return self.length - self.cached
 
