@@ -48,6 +48,9 @@ class LinkConfig:
         return [
             *self._common(),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", self.keepalive_time_ms // 2),
+            # A process that was held up receives its pings in a burst: three bursts in the life of an idle connection
+            # must not end it. Both ends are ours, so nobody pings to do harm.
+            ("grpc.http2.max_ping_strikes", 0),
             ("grpc.so_reuseport", 0),
         ]
 
