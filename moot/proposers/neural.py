@@ -185,11 +185,7 @@ class NeuralProposer(Proposer[NeuralSession]):
         """Lengthen every session's path to its goal, one token a forward."""
         while goals := [(s, goal) for s, goal in goals if len(s.ahead) < goal and not s.stopped]:
             self._prefill([session for session, _ in goals])
-            work = [
-                (session, SequenceInput(session.cache, session.path(session.cache.length), None, (0,)))
-                for session, _ in goals
-                if not session.stopped
-            ]
+            work = [(session, _last_id(session)) for session, _ in goals if not session.stopped]
             rows: list[Tensor] = []
             fed: list[NeuralSession] = []
             for session, _, logits in self._forward(work):
@@ -282,8 +278,7 @@ class NeuralProposer(Proposer[NeuralSession]):
         """The `width` best tokens after the prefix by the draft's own rule, each as the begin of a path."""
         if session.stopped:
             return []
-        feed = SequenceInput(session.cache, session.path(session.cache.length), None, (0,))
-        ((_, _, logits),) = self._forward([(session, feed)])
+        ((_, _, logits),) = self._forward([(session, _last_id(session))])
         if logits is None:
             return []
         session.cache.commit((0,))
@@ -319,6 +314,12 @@ class NeuralProposer(Proposer[NeuralSession]):
                 idle.cache.free()
         logits = dict(zip((id(session) for session, _ in served), results, strict=True))
         return [(session, item, logits.get(id(session))) for session, item in work]
+
+
+def _last_id(session: NeuralSession) -> SequenceInput:
+    """Feeds the end of the path, whose row says what comes next; again where a draft had stopped right behind it."""
+    session.cache.crop(min(session.cache.length, len(session.tokens) + len(session.ahead) - 1))
+    return SequenceInput(session.cache, session.path(session.cache.length), None, (0,))
 
 
 def _chain(path: Sequence[tuple[int, int]]) -> Chain:

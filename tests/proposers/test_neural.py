@@ -285,3 +285,23 @@ def test_facts_and_options(folder: Path, proposer: NeuralProposer) -> None:
         neural(folder, min_confidence=1.5)
     with pytest.raises(ConfigError, match="needs option model"):
         create("neural", {})
+
+
+@pytest.mark.parametrize("first_width", [1, 3])
+def test_a_prefix_that_ends_where_a_draft_stopped_is_drafted_for(folder: Path, first_width: int) -> None:
+    """All of a path may have been fed when it stops; committed as it is, its last id is fed again for its row."""
+    careful, free = neural(folder, min_confidence=0.5, deterministic=False), neural(folder, deterministic=False)
+    stopped = 0
+    for start in range(16):
+        prefix = [start, 5, 6]
+        session = careful.open(prefix, GREEDY)
+        (chains,) = careful.propose([Ask(session, 8, first_width)])
+        drafted = chains[0].token_ids if chains else ()
+        careful.extend(session, drafted)
+        (again,) = careful.propose([Ask(session, 4)])
+        (unbounded,) = free.propose([Ask(free.open([*prefix, *drafted], GREEDY), 4)])
+        sure = [byte >= 127.5 for byte in unbounded[0].confidences]
+        expected = unbounded[0].token_ids[: [*sure, False].index(False)]
+        assert (again[0].token_ids if again else ()) == expected
+        stopped += not expected
+    assert stopped > 3
