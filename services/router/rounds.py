@@ -73,14 +73,15 @@ class Rounds:
         task = asyncio.create_task(course.run())
         committed, epoch = len(request.output_token_ids), request.epoch or 1
         ending: FinishReason | None = FinishReason.ABORT
+        unsettled: Span | None = None
         self.num_running += 1
         try:
             if not request.epoch:
                 await self._store.create(self._record(request))
             while (span := await spans.take()) is not None:
-                durable = await self._store.commit(
-                    request.request_id, epoch, committed, span.token_ids, span.finish_reason
-                )
+                unsettled = span
+                durable = await self._commit(request.request_id, epoch, committed, span)
+                unsettled = None
                 committed += len(span.token_ids)
                 self._metrics.generation_tokens.inc(len(span.token_ids))
                 if span.finish_reason is not None:
@@ -109,8 +110,11 @@ class Rounds:
             self.num_running -= 1
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            if ending is not None:
-                await self._close_record(request.request_id, epoch, committed, ending)
+            try:
+                if ending is not None:
+                    await self._close_record(request.request_id, epoch, committed, unsettled, ending)
+            finally:
+                self._store.release(request.request_id)
 
     def _record(self, request: GenerationRequest) -> RequestRecord:
         return RequestRecord(
@@ -125,9 +129,20 @@ class Rounds:
             body_fingerprint=request.body_fingerprint,
         )
 
-    async def _close_record(self, request_id: str, epoch: int, committed: int, reason: FinishReason) -> None:
+    async def _commit(self, request_id: str, epoch: int, committed: int, span: Span) -> bool:
+        return await self._store.commit(request_id, epoch, committed, span.token_ids, span.finish_reason)
+
+    async def _close_record(
+        self, request_id: str, epoch: int, committed: int, unsettled: Span | None, reason: FinishReason
+    ) -> None:
+        """`unsettled`: the span whose commit was cut off. Whether it was applied is not known; sent again it counts
+        once."""
         try:
-            await self._store.commit(request_id, epoch, committed, (), reason)
+            if unsettled is not None:
+                await self._commit(request_id, epoch, committed, unsettled)
+                committed += len(unsettled.token_ids)
+            if unsettled is None or unsettled.finish_reason is None:
+                await self._store.commit(request_id, epoch, committed, (), reason)
         except StoreError as error:
             # It was never written, or it has ended or another owner by now: there is nothing left to close.
             _log.debug("record not closed", extra={"cause": type(error).__name__})

@@ -134,6 +134,11 @@ class RequestStore(Protocol):
         """Append `token_ids` after `expected_length` output tokens. The same call twice counts once."""
         ...
 
+    def release(self, request_id: str) -> None:
+        """This router is done with the request, ended or not: it no longer prolongs the lease, so that an open record
+        can be claimed, and keeps nothing in memory that the record has."""
+        ...
+
     async def load(self, request_id: str) -> RequestRecord | None: ...
 
     async def claim(self, request_id: str) -> RequestRecord:

@@ -102,6 +102,12 @@ class DurableStore:
         mirror.touched_at = self._now()
         return await self._sync(mirror)
 
+    def release(self, request_id: str) -> None:
+        mirror = self._mirrors.get(request_id)
+        if mirror is not None:
+            mirror.released = True
+            self._drop_if_over(mirror)
+
     async def load(self, request_id: str) -> RequestRecord | None:
         mirror = self._mirrors.get(request_id)
         try:
@@ -172,6 +178,7 @@ class DurableStore:
             except _LOST as error:
                 _log.warning("request lost", extra={"cause": type(error).__name__, "request": mirror.request_id})
                 mirror.lost = error
+                self._drop_if_over(mirror)
                 raise
             self._mark_synced(mirror, length, finish_reason)
             return mirror.is_synced
@@ -192,7 +199,12 @@ class DurableStore:
         mirror.synced_length = length
         mirror.synced_finish = finish_reason is not None
         mirror.lease_until = self._now() + self._config.lease_s
-        if mirror.finish_reason is not None and mirror.is_synced:
+        self._drop_if_over(mirror)
+
+    def _drop_if_over(self, mirror: Mirror) -> None:
+        """A mirror has an end: its request is over here, and the server has all of it or another owner."""
+        over = mirror.released or mirror.finish_reason is not None
+        if over and (mirror.is_synced or (mirror.released and mirror.lost is not None)):
             self._drop(mirror)
 
     async def _keep_up(self) -> None:
@@ -218,7 +230,12 @@ class DurableStore:
         """Of requests that have had no commit for a while: they queue, or their verifier is being replaced."""
         soon = self._now() + self._config.lease_s * 2 / 3
         await self._for_each(
-            self._renew, [mirror for mirror in self._mirrors.values() if mirror.is_synced and mirror.lease_until < soon]
+            self._renew,
+            [
+                mirror
+                for mirror in self._mirrors.values()
+                if mirror.is_synced and not mirror.released and mirror.lease_until < soon
+            ],
         )
 
     async def _renew(self, mirror: Mirror) -> None:

@@ -13,8 +13,8 @@ from services.router.types import RequestRecord
 
 
 class MemoryStore:
-    """RequestStore; `create` and `commit` return False (not durable). At most `max_records`: the oldest finished
-    ones make room, and when none has finished a new request is refused with NoCapacity."""
+    """RequestStore; `create` and `commit` return False (not durable). At most `max_records`: the oldest that nobody
+    works on make room, and when there is none a new request is refused with NoCapacity."""
 
     def __init__(self, *, lease_s: float = 5.0, max_records: int = 65536) -> None:
         self._lease_s = lease_s
@@ -46,6 +46,11 @@ class MemoryStore:
         mirror.lease_until = self._now() + self._lease_s
         return False
 
+    def release(self, request_id: str) -> None:
+        mirror = self._records.get(request_id)
+        if mirror is not None:
+            mirror.released = True
+
     async def load(self, request_id: str) -> RequestRecord | None:
         mirror = self._records.get(request_id)
         return None if mirror is None else mirror.record()
@@ -60,6 +65,7 @@ class MemoryStore:
             raise LeaseHeld("this request is being served", left)
         mirror.header = dataclasses.replace(mirror.header, epoch=mirror.epoch + 1)
         mirror.lease_until = self._now() + self._lease_s
+        mirror.released = False
         return mirror.record()
 
     async def cancel(self, request_id: str) -> bool:
@@ -75,10 +81,11 @@ class MemoryStore:
     def _make_room(self) -> None:
         if len(self._records) < self._max_records:
             return
-        finished = next((key for key, mirror in self._records.items() if mirror.finish_reason is not None), None)
-        if finished is None:
+        over = (key for key, mirror in self._records.items() if mirror.released or mirror.finish_reason is not None)
+        oldest = next(over, None)
+        if oldest is None:
             raise NoCapacity("too many requests are open")
-        del self._records[finished]
+        del self._records[oldest]
 
     @staticmethod
     def _now() -> float:

@@ -26,6 +26,8 @@ class Mirror:
     span_from: int = 0
     lost: StoreError | None = None
     """Why this router is not the owner any more."""
+    released: bool = False
+    """Nobody works on it here any more: it stays only until the server has what it lacks."""
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
     @classmethod

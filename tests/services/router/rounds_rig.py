@@ -113,13 +113,14 @@ class Rig:
         return held + sum(drafter.num_sessions for pool in self.drafters.values() for drafter in pool)
 
     async def nothing_left(self) -> None:
-        """Within two seconds nothing of any request is left anywhere, and the gauges are back."""
+        """Soon nothing of any request is left anywhere, and the gauges are back."""
         await eventually(lambda: self.num_left == 0)
         assert self.rounds.num_running == 0
         assert self.counter("pool_depth") == 0
 
 
-async def eventually(holds: Callable[[], bool], timeout_s: float = 2.0) -> None:
+async def eventually(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Waits as long as a loaded machine may need; what is promised is that it comes, and that nothing is left."""
     async with asyncio.timeout(timeout_s):
         while not holds():  # noqa: ASYNC110 - what it looks at belongs to peers, which tell nobody
             await asyncio.sleep(0.005)

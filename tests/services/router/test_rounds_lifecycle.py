@@ -185,6 +185,61 @@ def test_records_are_closed_for_whatever_reason_a_request_ends() -> None:
     asyncio.run(main())
 
 
+class StuckStore(WatchedStore):
+    """Commits after the first are applied or not, as told, and then never answered: the caller has to go."""
+
+    def __init__(self, applies: bool) -> None:
+        super().__init__()
+        self.applies = applies
+        self.stuck = asyncio.Event()
+        self.released: list[str] = []
+
+    async def commit(
+        self,
+        request_id: str,
+        epoch: int,
+        expected_length: int,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason | None = None,
+    ) -> bool:
+        answers = expected_length == 0 or self.stuck.is_set()
+        done = False
+        if answers or self.applies:
+            done = await super().commit(request_id, epoch, expected_length, token_ids, finish_reason)
+        if not answers:
+            self.stuck.set()
+            await asyncio.Event().wait()
+        return done
+
+    def release(self, request_id: str) -> None:
+        super().release(request_id)
+        self.released.append(request_id)
+
+
+@pytest.mark.parametrize("applies", [True, False])
+def test_a_client_that_leaves_during_a_commit_leaves_a_closed_record(applies: bool) -> None:
+    """Whether the commit that was cut off had been applied or not, the record ends whole, and is let go of."""
+
+    async def main() -> None:
+        store = StuckStore(applies)
+        async with rig(text=TEXT, store=store) as router:
+            asked = request(max_tokens=1000)
+            task = asyncio.create_task(router.generate(asked))
+            await asyncio.wait_for(store.stuck.wait(), 5)
+            task.cancel()
+            await asyncio.wait([task])
+            record = await store.load(asked.request_id)
+            assert record is not None
+            assert record.finish_reason is FinishReason.ABORT
+            output = record.output_token_ids
+            assert len(output) > 1
+            assert output == router.plain(asked)[0][: len(output)]
+            assert store.released == [asked.request_id]
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
 def test_a_claimed_request_goes_on_where_it_stopped() -> None:
     """Prompt + committed tokens + epoch are enough: the remainder is identical and continues the same record."""
 

@@ -78,7 +78,7 @@ def test_claim_after_the_lease() -> None:
 
 
 def test_room_is_bounded() -> None:
-    """Finished records make room, running ones do not."""
+    """Finished records make room, and those that nobody works on; running ones do not."""
 
     async def scenario() -> None:
         store = MemoryStore(max_records=2)
@@ -90,6 +90,9 @@ def test_room_is_bounded() -> None:
         await store.create(record("c"))
         assert await store.load("b") is None
         assert await store.load("a") == record("a")
+        store.release("a")
+        await store.create(record("d"))
+        assert await store.load("a") is None
         await asyncio.sleep(0)
 
     run(scenario())

@@ -263,6 +263,47 @@ def test_ended_requests_leave_nothing_in_memory(server: Server) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("outage", [False, True])
+def test_an_open_request_that_was_let_go_can_be_claimed(server: Server, outage: bool) -> None:
+    """Its lease is not prolonged any more, and nothing of it stays in memory once the server has all of it."""
+
+    async def scenario() -> None:
+        async with opened(server, lease_s=0.3, mode="degrade") as store, opened(server) as other:
+            assert await store.create(record())
+            if outage:
+                server.freeze()
+            assert await store.commit("r1", 1, 0, [1, 2]) is not outage
+            store.release("r1")
+            if outage:
+                assert store.num_unsynced == 1
+                server.thaw()
+            await until(lambda: not store._mirrors)
+            claimed = None
+            while claimed is None:
+                try:
+                    claimed = await other.claim("r1")
+                except (LeaseHeld, StoreUnavailable):
+                    await asyncio.sleep(0.05)
+            assert claimed == record(epoch=2, output_token_ids=(1, 2))
+
+    run(scenario())
+
+
+def test_a_lost_request_that_was_let_go_leaves_nothing(server: Server) -> None:
+    """Another router has it: this one forgets it at once."""
+
+    async def scenario() -> None:
+        async with opened(server) as store, opened(server) as other:
+            assert await store.create(record())
+            assert await other.cancel("r1")
+            with pytest.raises(CommitTerminal):
+                await store.commit("r1", 1, 0, [1])
+            store.release("r1")
+            assert not store._mirrors
+
+    run(scenario())
+
+
 def test_a_bounded_number_of_requests_is_held(server: Server) -> None:
     """Past the bound a request is served without a record, or refused where a record is required."""
 
