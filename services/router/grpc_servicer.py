@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -88,23 +87,15 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
                 )
             else:
                 prompts = (tuple(ids_given),)
-        planned = plan_requests(common, prompts, info, base_id, caller, "", kind)
-        return tuple(replace(one, stop_strings=common.stops) for one in planned), common
+        return plan_requests(common, prompts, info, base_id, caller, "", kind), common
 
-    def _choices(
-        self, requests: tuple[GenerationRequest, ...], common: CommonBody, info: ModelInfo
-    ) -> list[Choice]:
+    def _choices(self, requests: tuple[GenerationRequest, ...], common: CommonBody, info: ModelInfo) -> list[Choice]:
         stops = StopStrings(common.stops)
         return [
             Choice(
                 index,
                 request,
-                IncrementalText(
-                    self._front.tokenizer.tokens,
-                    stops=stops,
-                    min_tokens=request.params.min_tokens,
-                    ending_token_ids=request.params.ending_token_ids(info.end_token_ids),
-                ),
+                IncrementalText.of(request, self._front.tokenizer.tokens, info.end_token_ids, stops),
                 keep_text=False,
             )
             for index, request in enumerate(requests)

@@ -126,6 +126,8 @@ class Rounds:
             model=self._model.name,
             tokenizer_fingerprint=self._model.tokenizer_fingerprint,
             stop_strings=request.stop_strings,
+            skip_special_tokens=request.skip_special_tokens,
+            include_stop_str_in_output=request.include_stop_str_in_output,
             body_fingerprint=request.body_fingerprint,
         )
 

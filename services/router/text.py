@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from services.router.stop_strings import START, StopStrings
 from services.router.token_bytes import TokenBytes
-from services.router.types import TextDelta
+from services.router.types import GenerationRequest, TextDelta
 
 
 class IncrementalText:
@@ -46,6 +46,24 @@ class IncrementalText:
         self._num_chars = 0
         self._stopped = False
         self.offsets: list[int] = []
+
+    @classmethod
+    def of(
+        cls,
+        request: GenerationRequest,
+        tokens: TokenBytes,
+        end_token_ids: frozenset[int],
+        stops: StopStrings | None = None,
+    ) -> IncrementalText:
+        """The text of one choice. `end_token_ids`: the model's; `stops`: of its stop strings, where they are shared."""
+        return cls(
+            tokens,
+            stops=StopStrings(request.stop_strings) if stops is None else stops,
+            min_tokens=request.params.min_tokens,
+            ending_token_ids=request.params.ending_token_ids(end_token_ids),
+            skip_special_tokens=request.skip_special_tokens,
+            include_stop_str_in_output=request.include_stop_str_in_output,
+        )
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take the next ids. Raises ValueError after a stop string was completed."""

@@ -25,7 +25,9 @@ class GenerationRequest:
     """Already committed (a resumed request)."""
     body_fingerprint: str = ""
     stop_strings: tuple[str, ...] = ()
-    """For the record only: the assembler acts on them."""
+    """These three make the text of the ids (text.py); they stand here so that the record has them."""
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     epoch: int = 0
     """0: a new request, whose record is written first. Else the epoch under which its record was claimed."""
 
@@ -98,7 +100,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """The durable state of one request: enough to rebuild it anywhere."""
+    """The durable state of one request: enough to rebuild its ids and its text anywhere."""
 
     request_id: str
     epoch: int
@@ -108,6 +110,8 @@ class RequestRecord:
     model: str
     tokenizer_fingerprint: str
     stop_strings: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     body_fingerprint: str = ""
     finish_reason: FinishReason | None = None
 

@@ -157,6 +157,8 @@ def plan_requests(
                     cache_salt=salt if caller or common.cache_salt else "",
                     body_fingerprint=fingerprint,
                     stop_strings=common.stops,
+                    skip_special_tokens=common.skip_special_tokens,
+                    include_stop_str_in_output=common.include_stop_str_in_output,
                 )
             )
     return tuple(planned)

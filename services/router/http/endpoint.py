@@ -112,7 +112,7 @@ class GenerationEndpoint:
             Choice(
                 index,
                 request,
-                self._text(request, common, stops, info),
+                IncrementalText.of(request, tokens, info.end_token_ids, stops),
                 prompt_text,
                 keep_text=not common.stream,
                 return_token_ids=common.return_token_ids,
@@ -176,18 +176,6 @@ class GenerationEndpoint:
         param = "messages" if self._chat else "prompt"
         requests = validation.plan_requests(common, prompts, info, base_id, caller, fingerprint, param)
         return common, requests, echoes
-
-    def _text(
-        self, request: GenerationRequest, common: validation.CommonBody, stops: StopStrings, info: ModelInfo
-    ) -> IncrementalText:
-        return IncrementalText(
-            self._front.tokenizer.tokens,
-            stops=stops,
-            min_tokens=request.params.min_tokens,
-            ending_token_ids=request.params.ending_token_ids(info.end_token_ids),
-            skip_special_tokens=common.skip_special_tokens,
-            include_stop_str_in_output=common.include_stop_str_in_output,
-        )
 
     async def _stream(
         self,

@@ -92,8 +92,8 @@ def encode_fields(record: RequestRecord) -> list[str | int]:
         record.model,
         "tokenizer",
         record.tokenizer_fingerprint,
-        "stops",
-        json.dumps(record.stop_strings),
+        "text",
+        json.dumps([record.stop_strings, record.skip_special_tokens, record.include_stop_str_in_output]),
         "body",
         record.body_fingerprint,
         "prompt_length",
@@ -115,6 +115,7 @@ def decode_record(
         if entry_id != b"0-%d" % len(output):
             raise StoreError("record is damaged: its spans have a gap")
     prompt_ids = unpack_ids(prompt)
+    stops, skip_special_tokens, include_stop_str_in_output = json.loads(fields[b"text"])
     if len(output) != int(fields[b"length"]) or len(prompt_ids) != int(fields[b"prompt_length"]):
         raise StoreError("record is damaged: lengths do not agree")
     finish = fields[b"finish"].decode()
@@ -126,7 +127,9 @@ def decode_record(
         params=decode_params(fields[b"params"].decode(), int(fields[b"seed"])),
         model=fields[b"model"].decode(),
         tokenizer_fingerprint=fields[b"tokenizer"].decode(),
-        stop_strings=tuple(json.loads(fields[b"stops"])),
+        stop_strings=tuple(stops),
+        skip_special_tokens=skip_special_tokens,
+        include_stop_str_in_output=include_stop_str_in_output,
         body_fingerprint=fields[b"body"].decode(),
         finish_reason=FinishReason(finish) if finish else None,
     )

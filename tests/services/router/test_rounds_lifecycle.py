@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
-from rounds_rig import eventually, request, rig
+from rounds_rig import BYTES, eventually, request, rig
 
 from moot.core.errors import CommitFenced, InvalidRequest, NoCapacity
 from moot.core.types import FinishReason
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier
 from services.router.store import MemoryStore
-from services.router.types import RequestRecord
+from services.router.text import IncrementalText
+from services.router.types import GenerationRequest, RequestRecord
 
 TEXT = ScriptedText()
 
@@ -297,5 +300,44 @@ def test_the_first_token_waits_for_no_drafter() -> None:
             assert drafters["good"][0].counts["propose"] <= 1
             assert router.counter("rounds_total") <= 1
             await chunks.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("include_stop", [True, False])
+def test_a_record_is_enough_for_the_text(special: bool, include_stop: bool) -> None:
+    """Stop strings, and whether they and special tokens show: what is rebuilt from a record is what would have been
+    shown, wherever its owner went away."""
+
+    async def main() -> None:
+        text, store = ScriptedText(end_period=15), WatchedStore()
+        async with rig(text=text, store=store) as router:
+
+            async def run(asked: GenerationRequest) -> tuple[tuple[int, ...], str]:
+                assembler = IncrementalText.of(asked, BYTES, text.end_token_ids)
+                shown = assembler.push(asked.output_token_ids).text
+                ids = asked.output_token_ids
+                async for chunk in router.rounds.generate(asked, assembler):
+                    ids, shown = ids + chunk.token_ids, shown + chunk.text
+                return ids, shown
+
+            fields = {"max_tokens": 60, "ignore_eos": True}
+            ids, shown = await run(request(skip_special_tokens=False, **fields))
+            assert "<|end|>" in shown
+            stop = next(shown[at : at + 2] for at in range(len(shown) // 2, len(shown)) if shown[at : at + 2].isascii())
+            asked = request(
+                stop_strings=(stop,), skip_special_tokens=special, include_stop_str_in_output=include_stop, **fields
+            )
+            ids, shown = await run(asked)
+            assert shown.endswith(stop) is include_stop
+            whole = await store.load(asked.request_id)
+            assert whole is not None
+            for kept in range(len(ids)):
+                record = replace(whole, request_id=f"r{kept}", output_token_ids=ids[:kept], finish_reason=None)
+                await store.create(record)
+                names = {field.name for field in dataclasses.fields(GenerationRequest)}
+                known = {name: value for name, value in dataclasses.asdict(record).items() if name in names}
+                assert await run(GenerationRequest(**known | {"params": record.params})) == (ids, shown)
 
     asyncio.run(main())

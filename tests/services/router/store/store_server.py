@@ -101,6 +101,8 @@ def record(request_id: str = "r1", prompt: tuple[int, ...] = (5, 6, 7), **change
         "model": "m",
         "tokenizer_fingerprint": "f",
         "stop_strings": ("\n\n", "é"),
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
         "body_fingerprint": "b",
     }
     return RequestRecord(**(values | changes))
