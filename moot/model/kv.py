@@ -75,7 +75,7 @@ class Pending:
 
 class SequenceCache:
     """`data` is [layers, 2, slots, kv_heads, head_dim]; all slots are finite numbers from the start (a masked slot
-    gets weight 0, and 0 times NaN would be NaN)."""
+    gets weight 0, and 0 times NaN would be NaN; see `wipe` for tokens whose own numbers are not finite)."""
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
@@ -132,6 +132,12 @@ class SequenceCache:
             keep = self.num_slots - surplus + PAGE_SLOTS
             self.data = self.data[:, :, :keep].clone()
             self._pool.give_back(surplus - PAGE_SLOTS)
+
+    @torch.inference_mode()
+    def wipe(self) -> None:
+        """Forget pending tokens, and clear what rejected ones have left in the slots after the committed ones."""
+        self.pending = None
+        self.data[:, :, self.length :] = 0
 
     @torch.inference_mode()
     def read_block(self, start: int, end: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moot.core.acceptance import Walk, walk
 from moot.core.errors import NoCapacity, RequestPoisoned
-from moot.core.types import ROOT, TokenLogprobs
+from moot.core.types import ROOT, Draft, TokenLogprobs
 from moot.faults import act, fault
 from moot.model.runner import ModelRunner, SequenceInput
 from moot.model.sampler import Sampler
@@ -71,16 +71,37 @@ class StepRunner:
 
     def run(self, items: Sequence[Item]) -> list[Outcome]:
         """Feed `items` and advance their sessions. One outcome per item. Raises DeviceLost only."""
-        outcomes: list[Outcome] = []
-        for item, result in self._forward(items):
+        return [self._outcome(item, result) for item, result in self._forward(items)]
+
+    def _outcome(self, item: Item, result: Tensor | Exception) -> Outcome:
+        try:
             if isinstance(result, Exception):
-                outcomes.append(self._broken(item.session, result))
-                continue
+                raise result
             try:
-                outcomes.append(self._advance(item, result))
-            except Exception as error:  # noqa: BLE001 - one request's failure must not reach the others
-                outcomes.append(self._broken(item.session, error))
-        return outcomes
+                return self._advance(item, result)
+            except RequestPoisoned:
+                work = item.session.work
+                if work is None or work.is_opening:
+                    raise
+                return self._advance(*self._without_drafts(item, work))
+        except DeviceLost:
+            raise
+        except Exception as error:  # noqa: BLE001 - one request's failure must not reach the others
+            return self._broken(item.session, error)
+
+    def _without_drafts(self, item: Item, work: Work) -> tuple[Item, Tensor]:
+        """The item of a verification that found a poisoned row, computed again as if nothing had ever been drafted.
+
+        Keys and values of a draft token that are not finite reach other tokens through the mask (0 times NaN is NaN),
+        but a draft decides nothing: only what plain decoding finds poisoned is poisoned. Raises what happens again.
+        """
+        session = item.session
+        session.cache.wipe()
+        session.work = Work.verification(Draft(), session.max_new, work.round_index, work.arrived_ns)
+        ((item, result),) = self._forward([item])
+        if isinstance(result, Exception):
+            raise result
+        return item, result
 
     def _forward(self, items: Sequence[Item]) -> list[tuple[Item, Tensor | Exception]]:
         """Logits per item, [rows, vocab] float32; an exception for an item that fails on its own."""
