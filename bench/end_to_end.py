@@ -1,0 +1,66 @@
+"""Tokens per second through HTTP with drafting on and off, one request at a time, interleaved.
+
+    python -m bench.end_to_end [--prompts FILE] [--limit 20] [--repetitions 3] [--num-speculative-tokens K]
+
+The whole system as processes on this machine, as in `moot demo`. FILE: JSON lines with `turns` (the first is asked) or
+`prompt`; without it the demo's five prompts. Greedy, at most 128 tokens; decoding time after the first token.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.report import publish
+from moot.client import Client
+from moot.commands.common import say
+from moot.commands.demo import Asker, DemoConfig, measure
+from moot.commands.demo_prompts import PROMPTS
+from moot.commands.system import running
+from moot.config import load_config, option
+from moot.measure import COMPARISON_HEADER, DRAFTER_HEADER, Comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndToEndConfig(DemoConfig):
+    prompts: Path | None = option(None, help="JSON lines with `turns` or `prompt`; none: the demo's five")
+    limit: int = option(20, help="prompts taken from the file, evenly spread over it")
+
+
+def read_prompts(path: Path, limit: int) -> dict[str, str]:
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    chosen = lines[:: max(1, len(lines) // limit)][:limit]
+    return {
+        f"{index}-{line.get('category', 'prompt')}": line["turns"][0] if "turns" in line else line["prompt"]
+        for index, line in enumerate(chosen)
+    }
+
+
+def main() -> int:
+    config = load_config(EndToEndConfig, sys.argv[1:], prog="python -m bench.end_to_end", description=__doc__ or "")
+    prompts: Mapping[str, str] = read_prompts(config.prompts, config.limit) if config.prompts else PROMPTS
+    with running(config, "bench", say) as system:
+        asker = Asker(Client(system.url), config)
+        warm_up = next(iter(prompts.values()))
+        for drafting in (True, False):
+            asker.ask(warm_up, drafting)
+        samples = measure(asker, prompts, config.repetitions, system)
+    comparison = Comparison.of(samples)
+    rows = [comparison.only(name).row(name) for name in comparison.prompts] + [comparison.row("all")]
+    facts = {
+        "speed_up": comparison.speed_up,
+        "acceptance_rate": comparison.acceptance_rate,
+        "mean_acceptance_length": comparison.mean_acceptance_length,
+        "identical": comparison.identical,
+        "drafters": [dict(zip(DRAFTER_HEADER, row, strict=True)) for row in comparison.drafter_rows()],
+        "samples": [asdict(sample) | {"text": None} for sample in samples],
+    }
+    publish("end_to_end", COMPARISON_HEADER, rows, facts)
+    return 0 if comparison.identical else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
