@@ -216,7 +216,18 @@ def _context_limit(name: str, config: Any) -> int:
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         raise ModelRefused(f"{name}: its config states no context limit (max_position_embeddings)")
-    return limit
+    # "longrope" turns all positions of a pass otherwise as soon as one of them lies beyond the original context: then
+    # a text would depend on its batch-mates. Up to there every pass uses the same frequencies.
+    return min([limit, *_original_contexts(getattr(config.get_text_config(decoder=True), "rope_parameters", None))])
+
+
+def _original_contexts(rope: Any) -> list[int]:
+    """Original contexts of the "longrope" parameters in a config, which may be one for all layers or one per kind."""
+    if not isinstance(rope, dict):
+        return []
+    if "rope_type" not in rope:
+        return [context for one in rope.values() for context in _original_contexts(one)]
+    return [int(rope["original_max_position_embeddings"])] if rope["rope_type"] == "longrope" else []
 
 
 def _end_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

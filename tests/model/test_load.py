@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 
 from moot.core.errors import ConfigError, ModelRefused
 from moot.model.load import choose_dtype, load_model
-from moot.model.runner import ModelRunner
+from moot.model.runner import ModelRunner, SequenceInput
 from moot.model.tiny import byte_tokenizer, make_tiny_model
 
 FIELDS: dict[str, Any] = {
@@ -61,6 +61,21 @@ def test_what_cannot_be_driven_is_refused_by_name(
 def test_other_families_work_as_they_are(tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
     """Any decoder whose attention is a registered function is driven, deterministic mode included."""
     assert ModelRunner(load_model(other_model(tmp_path, kind, **config), dtype="float32"), 512, True).deterministic
+
+
+def test_a_context_ends_where_rotation_would_depend_on_batch_mates(tmp_path: Path) -> None:
+    """Longrope chooses frequencies by the longest sequence of a pass: only the context with one choice is served."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = {"intermediate_size": 128, "num_key_value_heads": 2, "rope_parameters": rope}
+    path = other_model(tmp_path, "phi3", original_max_position_embeddings=64, **config)
+    runner = ModelRunner(load_model(path, "cpu", "float64"), 3 * 512, False)
+    longest = runner.info.context_limit
+    alone = runner.forward([SequenceInput(runner.new_cache(), [1, 2, 3], None, [2])])
+    beside = SequenceInput(runner.new_cache(), list(range(longest)), None, [])
+    together = runner.forward([SequenceInput(runner.new_cache(), [1, 2, 3], None, [2]), beside])
+    assert longest == 64
+    torch.testing.assert_close(together[0], alone[0])
 
 
 def test_experts_are_served_in_natural_mode_only(tmp_path: Path) -> None:
