@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
@@ -76,8 +78,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
                 try:
-                    async for response in inner_stream(request, context):
-                        yield response
+                    answers = inner_stream(request, context)
+                    if inspect.isawaitable(answers):
+                        await answers  # it writes through the context, as the health service's Watch does
+                        return
+                    async with aclosing(answers):
+                        async for response in answers:
+                            yield response
                 except Exception as error:  # noqa: BLE001 - this is the border where every error ends
                     await _abort(context, error)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
 
-from moot.core.errors import InvalidRequest
+from moot.core.errors import DeadlineExceeded, InvalidRequest
 from moot.core.types import ModelInfo
 from moot.logs import request_id_var
 from moot.rpc import convert
@@ -35,9 +36,10 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         self._front = front
         self._keys = keys
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # the generated base knows generators only, grpc.aio takes both
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> None:
+        """Writes through the context, not by yielding: so a write has a bound, and a caller that goes ends it here."""
         started, front = time.monotonic(), self._front
         base_id = f"grpc-{uuid.uuid4().hex}"
         request_id_var.set(base_id)
@@ -51,7 +53,15 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             )
             async with aclosing(running) as chunks:
                 async for choice, chunk in chunks:
-                    yield _response(choice, chunk)
+                    await self._write(context, _response(choice, chunk))
+
+    async def _write(self, context: grpc.aio.ServicerContext[Any, Any], response: pb.GenerateResponse) -> None:
+        """Raises DeadlineExceeded when the caller takes nothing for too long."""
+        try:
+            async with asyncio.timeout(self._front.settings.send_timeout_s):
+                await context.write(response)
+        except TimeoutError as error:
+            raise DeadlineExceeded("the caller took nothing for too long") from error
 
     async def _plan(
         self, request: pb.GenerateRequest, info: ModelInfo, ticket: Ticket, caller: str, base_id: str

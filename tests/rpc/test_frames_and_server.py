@@ -105,6 +105,10 @@ def test_large_frames_pass_and_larger_ones_fail_cleanly_and_errors_carry_codes(t
             health = health_pb2_grpc.HealthStub(channel)
             assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=5)).status == 1
 
+            watch = health.Watch(health_pb2.HealthCheckRequest(service="moot.v1.DrafterService"), timeout=20)
+            assert (await watch.read()).status == 1
+            watch.cancel()
+
             async def ask(size: int, request_id: str = "") -> int:
                 command = pb.DraftCommand(
                     session_id=1, open=pb.OpenDraftSession(request_id=request_id, prompt_token_ids=[2**31] * size)

@@ -41,6 +41,7 @@ class Served:
     router: Rig
     front: Front
     state: StaticFrontState
+    address: str
     stub: Any
 
     async def call(self, key: str | None = None, **fields: Any) -> list[pb.GenerateResponse]:
@@ -68,7 +69,8 @@ async def served(keys: ApiKeys | None = None, **settings: Any) -> AsyncIterator[
             lambda grpc_server: router_service_pb2_grpc.add_RouterServiceServicer_to_server(servicer, grpc_server)
         )
         async with server, grpc.aio.insecure_channel(server.address, LinkConfig().channel_options()) as channel:
-            yield Served(router, app.state.front, state, router_service_pb2_grpc.RouterServiceStub(channel))
+            stub = router_service_pb2_grpc.RouterServiceStub(channel)
+            yield Served(router, app.state.front, state, server.address, stub)
             app.state.front.tokenizer.close()
 
 
@@ -209,5 +211,42 @@ def test_a_caller_that_goes_frees_everything() -> None:
             await eventually(lambda: router.front.admission.num_in_flight == 0)
             await router.router.nothing_left()
             assert ids(await router.call(prompt="hello", seed=5)) == expected("hello", 5)
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_reads_nothing_is_dropped() -> None:
+    """What it does not take waits for a bounded time only: then its places and sessions are free."""
+
+    async def main() -> None:
+        async with served(send_timeout_s=0.2) as router:
+            router.router.verifiers[0].step_s = 0
+            fields = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "logprobs": 20, "n": 4}
+            # The transport holds little, so that little has to be generated until it takes no more.
+            options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+            async with grpc.aio.insecure_channel(router.address, options) as channel:
+                call = router_service_pb2_grpc.RouterServiceStub(channel).Generate(pb.GenerateRequest(**fields))
+                await call.read()
+                await eventually(lambda: router.front.admission.num_in_flight == 0, 60)
+                await router.router.nothing_left()
+                assert router.router.counter("requests_total", finish_reason="length") == 0
+                assert router.router.counter("requests_total", finish_reason="abort") == 4
+            assert ids(await router.call(prompt="hello", seed=5)) == expected("hello", 5)
+
+    asyncio.run(main())
+
+
+def test_a_caller_s_deadline_frees_everything() -> None:
+    """gRPC's own deadline ends the generation as a cancelled call does."""
+
+    async def main() -> None:
+        async with served() as router:
+            fields = {"prompt": "x", "max_tokens": 100_000, "ignore_eos": True}
+            call = router.stub.Generate(pb.GenerateRequest(**fields), timeout=0.3)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                _ = [response async for response in call]
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await eventually(lambda: router.front.admission.num_in_flight == 0)
+            await router.router.nothing_left()
 
     asyncio.run(main())
