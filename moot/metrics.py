@@ -13,6 +13,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from moot.core.errors import ConfigError
+
 # Seconds. From half a millisecond: a round on a small model takes that little.
 LATENCY_BUCKETS = (
     0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10,
@@ -115,7 +117,8 @@ class _QuietHandler(WSGIRequestHandler):
 class AdminServer:
     """GET /metrics, /livez, /readyz on a port of its own, in a thread of its own: it answers when the loop is stuck.
 
-    `alive` and `ready` are called from that thread. `port` is the bound one when 0 was asked for.
+    `alive` and `ready` are called from that thread. `port` is the bound one when 0 was asked for. Raises ConfigError
+    when the address cannot be bound.
     """
 
     def __init__(
@@ -140,7 +143,10 @@ class AdminServer:
             start_response("200 OK" if good else "503 Service Unavailable", [("Content-Type", "text/plain")])
             return [b"ok\n" if good else b"no\n"]
 
-        self._server: WSGIServer = make_server(host, port, app, handler_class=_QuietHandler)
+        try:
+            self._server: WSGIServer = make_server(host, port, app, handler_class=_QuietHandler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="admin", daemon=True)
         self._thread.start()
 

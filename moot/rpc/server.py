@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from moot.core.errors import ConfigError
 from moot.metrics import AdminServer, Metrics
 from moot.rpc.interceptors import ErrorInterceptor
 from moot.rpc.link import LinkConfig
@@ -21,12 +22,15 @@ _log = logging.getLogger("moot.server")
 
 
 def write_ready_file(path: Path | None, **facts: object) -> None:
-    """Tell whoever started this process where it listens; written whole or not at all."""
+    """Tell whoever started this process where it listens; written whole or not at all. Raises ConfigError."""
     if path is None:
         return
     temporary = path.with_name(path.name + f".{os.getpid()}")
-    temporary.write_text(json.dumps({**facts, "pid": os.getpid()}))
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps({**facts, "pid": os.getpid()}))
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the ready file {path}: {error.strerror or error}") from error
 
 
 def termination_event() -> asyncio.Event:
@@ -49,8 +53,14 @@ class GrpcServer:
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
-        """Raises OSError or RuntimeError when the port cannot be bound."""
-        self.port = self.server.add_insecure_port(f"{host}:{port}")
+        """Raises ConfigError when the address cannot be bound."""
+        # gRPC would take a port modulo 65536.
+        if not 0 <= port < 65536:
+            raise ConfigError(f"cannot listen on {host}:{port}: a port is 0 to 65535")
+        try:
+            self.port = self.server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: no such address here, or the port is taken") from error
         await self.server.start()
 
     async def set_serving(self, serving: bool) -> None:

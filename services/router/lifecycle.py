@@ -186,11 +186,11 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
         alive=watch.alive,
         ready=lambda: not terminated.is_set() and peers.refusal() is None and peers.model_info() is not None,
     )
+    drain = asyncio.create_task(_drain(terminated, peers, server))
     try:
         peers.start()
         await server.start(config.host, config.grpc_port)
         await server.set_serving(True)
-        drain = asyncio.create_task(_drain(terminated, peers, server))
         await serve_http(
             app,
             config.host,
@@ -201,8 +201,9 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
                 config.ready_file, port=port, grpc_port=server.port, metrics_port=admin.port
             ),
         )
-        await drain
     finally:
+        # Not awaited for its own sake: a front that ended by itself has nobody to say that it is over.
+        drain.cancel()
         await server.stop(grace_s=1.0)
         await peers.close()
         await store.close()

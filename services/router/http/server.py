@@ -84,6 +84,9 @@ async def serve_http(
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    # The system would take a port modulo 65536.
+    if not 0 <= port < 65536:
+        raise ConfigError(f"cannot listen on {host}:{port}: a port is 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 from redis.maint_notifications import MaintNotificationsConfig
 
-from moot.core.errors import StoreUnavailable
+from moot.core.errors import ConfigError, StoreUnavailable
 from services.router.store.config import StoreConfig
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ class RedisLink:
     """`up` falls with the first batch that fails twice, and rises with a `probe` that succeeds: while it is down,
     calls fail at once instead of waiting for a timeout each. `on_change(up)` is called at every change.
 
-    Needs a running event loop when it is made. Every call ends within `config.call_deadline_s`.
+    Needs a running event loop when it is made; raises ConfigError for an address that is none. Every call ends within
+    `config.call_deadline_s`.
     """
 
     def __init__(self, config: StoreConfig, on_change: Callable[[bool], None] = lambda up: None) -> None:
@@ -177,17 +178,21 @@ class RedisLink:
             return list(await pipeline.execute(raise_on_error=False))
 
     def _connect(self) -> Redis:
-        return Redis.from_url(
-            self._config.url,
-            socket_timeout=self._config.timeout_s,
-            socket_connect_timeout=self._config.connect_timeout_s,
-            # The library's own default is ten attempts, seconds in all.
-            retry=Retry(NoBackoff(), 0),
-            max_connections=1,
-            protocol=2,
-            driver_info=None,
-            maint_notifications_config=MaintNotificationsConfig(enabled=False),
-        )
+        try:
+            return Redis.from_url(
+                self._config.url,
+                socket_timeout=self._config.timeout_s,
+                socket_connect_timeout=self._config.connect_timeout_s,
+                # The library's own default is ten attempts, seconds in all.
+                retry=Retry(NoBackoff(), 0),
+                max_connections=1,
+                protocol=2,
+                driver_info=None,
+                maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            )
+        except ValueError:
+            # Without the address and without what was raised, which quotes parts of it: it may hold a password.
+            raise ConfigError("the address of the store is not redis://, rediss:// or unix://") from None
 
     async def _drop_connection(self) -> None:
         """What is left on a broken connection is never read: the next batch gets a new one."""

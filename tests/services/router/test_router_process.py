@@ -6,11 +6,14 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import httpx
@@ -26,6 +29,7 @@ from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
 from services.router.config import RouterConfig
+from services.router.lifecycle import serve
 
 TEXT = ScriptedText()
 
@@ -140,6 +144,41 @@ def test_usage_errors_exit_with_two(tmp_path: Path) -> None:
         assert b"no tokenizer at" in text
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"port": "taken"}, "cannot listen on"),
+        ({"grpc_port": "taken"}, "cannot listen on"),
+        ({"metrics_port": "taken"}, "cannot serve metrics"),
+        ({"port": 99999}, "0 to 65535"),
+        ({"grpc_port": 99999}, "0 to 65535"),
+        ({"metrics_port": 99999}, "cannot serve metrics"),
+        ({"host": "no.such.host.invalid"}, "no.such.host.invalid"),
+        ({"redis_url": "redis://user:canary@host:canary/0"}, "address of the store"),
+        ({"redis_url": "off"}, "address of the store"),
+        ({"ready_file": Path("/nonexistent/folder/ready")}, "ready file"),
+        ({"verifiers": ("nowhere",)}, "host:port"),
+        ({"in_process_drafters": ("nosuch",)}, "unknown drafter kind"),
+    ],
+    ids=str,
+)
+def test_what_a_router_cannot_start_with_is_a_config_error(tmp_path: Path, changed: dict[str, Any], word: str) -> None:
+    """One sentence without a secret, whatever is wrong with its ports, files and addresses; and it ends by itself."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        fields = {"port": 0, "grpc_port": 0, "metrics_port": 0, "verifiers": ("127.0.0.1:1",)} | changed
+        fields = {name: port if value == "taken" else value for name, value in fields.items()}
+
+        async def start() -> None:
+            await asyncio.wait_for(serve(RouterConfig(model=str(tmp_path), **fields), asyncio.Event()), 60)
+
+        with pytest.raises(ConfigError, match=word) as caught:
+            asyncio.run(start())
+        assert "\n" not in str(caught.value)
+        assert "canary" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize(
