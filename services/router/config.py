@@ -83,6 +83,7 @@ class RouterConfig:
     store_mode: str = option("degrade", help="what an unreachable server of records means", choices=MODES)
     store_prefix: str = option("moot", help="first part of every key on it")
     store_timeout_s: float = option(0.1, help="seconds that one attempt on it may take")
+    store_lease_s: float = option(5.0, help="seconds of silence after which another router may take a request over")
 
     api_key: tuple[str, ...] = option((), help="keys that callers must show (none, and no file: everybody may call)")
     api_keys_file: Path | None = option(None, help="file of sha256 hashes of further keys, one a line")
@@ -107,6 +108,7 @@ class RouterConfig:
             *("open_timeout_s", "verify_timeout_s", "no_verifier_wait_s", "capacity_retry_s", "backoff_min_s"),
             *("backoff_max_s", "refused_retry_s", "max_queued_commands", "max_strikes", "max_missed_heartbeats"),
             *("max_buffered_spans", "proposal_width", "drain_grace_s", "stall_limit_s", "max_kills"),
+            "store_lease_s",
         )
         for name in positive:
             if getattr(self, name) <= 0:
@@ -184,7 +186,11 @@ class RouterConfig:
         if self.redis_url is None:
             return None
         return StoreConfig(
-            url=self.redis_url, mode=self.store_mode, prefix=self.store_prefix, timeout_s=self.store_timeout_s
+            url=self.redis_url,
+            mode=self.store_mode,
+            prefix=self.store_prefix,
+            timeout_s=self.store_timeout_s,
+            lease_s=self.store_lease_s,
         )
 
     @property
