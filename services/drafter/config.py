@@ -29,7 +29,7 @@ class DrafterConfig:
 
     max_num_seqs: int = setting(256, help="sessions at a time; one more closes the least recently used one")
     max_batch: int = setting(32, help="asks drafted for together")
-    max_queued_commands: int = setting(8192, help="commands not yet taken; past it the stream that sends more is ended")
+    max_queued_commands: int = setting(8192, help="commands of one stream not yet taken; past it the stream is ended")
     max_queued_answers: int = setting(8192, help="answers of one stream not yet sent; past it the stream is ended")
     max_speculative_tokens: int = setting(64, help="tokens drafted for one ask at most, whatever it asks for")
     max_width: int = setting(8, help="proposals for one ask at most, whatever it asks for")

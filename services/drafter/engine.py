@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +47,7 @@ class DrafterEngine:
         self._waiting: dict[int, Session] = {}
         self._condition = threading.Condition()
         self._inbox: deque[tuple[Stream, Command | None]] = deque()
+        self._num_queued: Counter[int] = Counter()
         self._ahead = config.draft_ahead_tokens
         self._stopping = threading.Event()
         self._busy_since: float | None = None
@@ -76,10 +77,11 @@ class DrafterEngine:
         self._thread.join(self._config.stop_timeout_s)
 
     def submit(self, stream: Stream, commands: Sequence[Command]) -> None:
-        """Queue commands in order. Raises NoCapacity when too many wait: the stream is to be ended."""
+        """Queue commands in order. Raises NoCapacity when too many of this stream wait: it is to be ended."""
         with self._condition:
-            if len(self._inbox) + len(commands) > self._config.max_queued_commands:
+            if self._num_queued[id(stream)] + len(commands) > self._config.max_queued_commands:
                 raise NoCapacity(f"more than {self._config.max_queued_commands} commands wait")
+            self._num_queued[id(stream)] += len(commands)
             self._inbox.extend((stream, command) for command in commands)
             self._condition.notify()
 
@@ -113,6 +115,7 @@ class DrafterEngine:
         with self._condition:
             arrivals = list(self._inbox)
             self._inbox.clear()
+            self._num_queued.clear()
         for stream, command in arrivals:
             try:
                 self._take(stream, command)

@@ -58,24 +58,29 @@ class Intake:
     def offer(self, stream: Stream, commands: Sequence[Command]) -> list[Failed]:
         """Queue commands in order; the answers to those refused at once are returned.
 
-        Raises NoCapacity when the stream has more commands queued than any peer in its right mind would: end it.
+        Commands of a stream that is over are dropped: nobody would free what they open. Raises NoCapacity when the
+        stream has more commands queued than any peer in its right mind would: end it.
         """
         now = time.monotonic_ns()
         refused: list[Failed] = []
         with self._condition:
-            if len(self._arrivals) + len(commands) > self._max_queued_commands:
+            if stream.is_over:
+                return []
+            if stream.num_queued + len(commands) > self._max_queued_commands:
                 raise NoCapacity(f"more than {self._max_queued_commands} commands wait")
             for command in commands:
                 if isinstance(command, Open) and (why := self._refusal(command)):
                     refused.append(why)
                 else:
                     self._arrivals.append(Arrival(stream, command, now))
+                    stream.num_queued += 1
             self._condition.notify()
         return refused
 
     def end(self, stream: Stream) -> None:
         """The stream is over: its sessions are to be aborted. Never refused."""
         with self._condition:
+            stream.is_over = True
             self._arrivals.append(Arrival(stream, None, time.monotonic_ns()))
             self._condition.notify()
 
@@ -83,6 +88,8 @@ class Intake:
         with self._condition:
             taken = list(self._arrivals)
             self._arrivals.clear()
+            for arrival in taken:
+                arrival.stream.num_queued = 0
             return taken
 
     def wait(self, timeout_s: float) -> None:

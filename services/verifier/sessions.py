@@ -133,3 +133,6 @@ class Stream:
     deliver: Callable[[Sequence[Answer]], None]
     sessions: dict[int, Session] = field(default_factory=dict)
     """By session id; touched by the compute thread only."""
+    num_queued: int = 0
+    """Commands that wait in the intake; it alone changes this and `is_over`."""
+    is_over: bool = False

@@ -56,11 +56,9 @@ def command_from_pb(message: pb.VerifyCommand) -> Command | None:
 
 
 def _draft_of(message: pb.VerifyDraft) -> Draft:
-    """A malformed draft is handed on as it came: the desk refuses it in its turn among the session's commands."""
-    try:
-        return convert.draft_from_pb(message)
-    except ValueError:
-        return Draft(tuple(message.draft_token_ids), tuple(message.parent_indices))
+    """As it came, malformed or not: the desk refuses it in its turn among the session's commands."""
+    token_ids, parents = tuple(message.draft_token_ids), tuple(message.parent_indices)
+    return Draft(token_ids, parents) if parents else Draft.chain(token_ids)
 
 
 def answer_to_pb(answer: Answer) -> pb.VerifyAnswer:

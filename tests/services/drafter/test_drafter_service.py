@@ -258,7 +258,9 @@ def test_a_peer_that_floods_is_cut_off_alone() -> None:
         good, bad = drafter.peer(), drafter.peer()
         await good.send(open_command(1, [1]), propose_command(1, 1, num_tokens=1))
         await asyncio.to_thread(kind.entered.wait, TIMEOUT_S)
-        await bad.send(*(open_command(n, [n]) for n in range(20)))
+        await bad.send(*(open_command(n, [n]) for n in range(8)))
+        await good.send(open_command(2, [1]), propose_command(2, 1, num_tokens=1), finish_command(2))
+        await bad.send(*(open_command(n, [n]) for n in range(8, 16)))
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await asyncio.wait_for(bad.call.read(), TIMEOUT_S)
         assert error.value.code() == grpc.StatusCode.UNAVAILABLE
