@@ -76,16 +76,19 @@ class PeerLink(ABC, Generic[CommandT]):
         self._queue: FrameQueue[CommandT] | None = None
         self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._stopped = False
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._live(), name=f"{self.role} {self.address}")
 
     async def stop(self) -> None:
         """End the stream and everything that waits on it."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        task, self._task = self._task, None
+        if task is not None:
+            # A call that fails in the very moment in which it is cancelled swallows the cancellation: hence the flag.
+            self._stopped = True
+            task.cancel()
+            await asyncio.wait([task])
 
     @property
     def is_ready(self) -> bool:
@@ -144,12 +147,13 @@ class PeerLink(ABC, Generic[CommandT]):
     async def _live(self) -> None:
         failures = 0
         try:
-            while True:
+            while not self._stopped:
                 pause = self._policy.backoff_max_s
                 try:
                     async with open_channel(self.address, self._policy.link) as channel:
                         self._set_state(PeerState.CONNECTING)
-                        await asyncio.wait_for(self._describe(channel), self._policy.link.describe_timeout_ms / 1000)
+                        async with asyncio.timeout(self._policy.link.describe_timeout_ms / 1000):
+                            await self._describe(channel)
                         self.refusal = None
                         failures = 0
                         await self._run_stream(channel)
@@ -160,9 +164,13 @@ class PeerLink(ABC, Generic[CommandT]):
                     pause = self._policy.refused_retry_s
                 except (*STREAM_ERRORS, OSError, TimeoutError, PeerLost) as error:
                     _log.debug("peer lost", extra={"address": self.address, "reason": type(error).__name__})
+                except Exception:  # noqa: BLE001 - one bad answer must not end the only task that would reconnect
+                    _log.exception("peer lost", extra={"address": self.address})
                 if self.state is not PeerState.REFUSED:
                     self._set_state(PeerState.LOST)
                     pause = min(pause, self._policy.backoff_min_s * 2.0 ** min(failures, 16))
+                if self._stopped:
+                    return
                 failures += 1
                 # Half of it at random: replicas of the router must not come back all at once.
                 await asyncio.sleep(pause * (0.5 + random.random() / 2))
