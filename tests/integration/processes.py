@@ -46,7 +46,7 @@ ROUTER_FLAGS = (
     *("--heartbeat-interval-s", "0.5", "--max-missed-heartbeats", "3", "--no-verifier-wait-s", "3"),
     *("--open-timeout-s", "30", "--verify-timeout-s", "30", "--probation-wait-s", "2"),
     *("--backoff-min-s", "0.05", "--backoff-max-s", "0.5", "--refused-retry-s", "1"),
-    *("--connect-timeout-ms", "1000", "--describe-timeout-ms", "1000"),
+    *("--describe-timeout-ms", "1000"),
     *("--vote-soft-deadline-ms", "50", "--vote-hard-deadline-ms", "150"),
     *("--eject-s", "1.5", "--drafter-warm-up-s", "0.3", "--drain-grace-s", "20"),
     *_LINK_FLAGS,
@@ -117,13 +117,17 @@ class Process:
 
     def restart(self, faults: str | None = None) -> None:
         """Start it again where it listened before, with other fault points if given, and wait until it is ready."""
+        self.begin_restart(faults)
+        self.supervisor.wait_ready([self.child], START_TIMEOUT_S)
+
+    def begin_restart(self, faults: str | None = None) -> None:
+        """As `restart`, without the wait."""
         assert not self.is_running, f"{self.name} still runs"
         ports = {flag: str(self.child.facts[fact]) for flag, fact in _PORT_FACTS if fact in self.child.facts}
         for flag, port in ports.items():
             self.flags = _with_flag(self.flags, flag, port)
         self.faults = self.faults if faults is None else faults
         self.child = _spawn(self.supervisor, self.name, self.role, self.flags, self.faults)
-        self.supervisor.wait_ready([self.child], START_TIMEOUT_S)
         self.is_frozen = False
 
     def metric(self, name: str, **labels: str) -> float:
@@ -332,9 +336,10 @@ class System:
         for process in self.processes:
             if process.is_running:
                 process.thaw()
-        for process in [*self.verifiers, *self.drafters.values()]:
-            if not process.is_running:
-                process.restart()
+        dead = [process for process in [*self.verifiers, *self.drafters.values()] if not process.is_running]
+        for process in dead:
+            process.begin_restart()
+        self.supervisor.wait_ready([process.child for process in dead], START_TIMEOUT_S)
         for router in self.routers:
             if router.is_running:
                 self.wait_for_peers(router)
