@@ -20,7 +20,6 @@ class LinkConfig:
     keepalive_time_ms: int = 5_000
     keepalive_timeout_ms: int = 3_000
     max_message_bytes: int = 16 * 1024 * 1024
-    connect_timeout_ms: int = 2_000
     describe_timeout_ms: int = 2_000
 
     def _common(self) -> list[tuple[str, int]]:

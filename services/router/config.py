@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from moot.config import option
@@ -18,6 +19,14 @@ from services.router.links import LinkPolicy
 from services.router.store.config import MODES, StoreConfig
 from services.router.strikes import StrikePolicy
 from services.router.verifiers import TargetPolicy
+
+_MAY_BE_ZERO = frozenset(
+    (
+        *("port", "grpc_port", "metrics_port", "num_speculative_tokens", "max_draft_tokens", "num_top_candidates"),
+        *("max_moves", "vote_soft_deadline_ms", "vote_quorum", "drafter_warm_up_s", "strike_memory_s", "retry_after_s"),
+    )
+)
+"""Every other number of the config must be above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +82,7 @@ class RouterConfig:
     backoff_max_s: float = option(5.0, help="seconds until then at most")
     refused_retry_s: float = option(10.0, help="seconds until a peer with another tokenizer or model is asked again")
     max_queued_commands: int = option(8192, help="commands to one peer not yet sent; past it the stream is ended")
-    connect_timeout_ms: int = option(2_000, help="milliseconds to connect to a peer")
-    describe_timeout_ms: int = option(2_000, help="milliseconds for a peer to say what it is")
+    describe_timeout_ms: int = option(2_000, help="milliseconds to connect to a peer and hear what it is")
     max_message_bytes: int = option(16 * 1024 * 1024, help="size limit of one frame, equal on both sides")
     keepalive_time_ms: int = option(5_000, help="milliseconds between keepalive pings, equal on both sides")
     keepalive_timeout_ms: int = option(3_000, help="milliseconds until an unanswered ping ends the connection")
@@ -97,25 +105,13 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for values that cannot work together."""
-        positive = (
-            *(
-                "discovery_interval_s",
-                "discovery_timeout_s",
-                "vote_hard_deadline_ms",
-                "eject_s",
-                "heartbeat_interval_s",
-            ),
-            *("open_timeout_s", "verify_timeout_s", "no_verifier_wait_s", "capacity_retry_s", "backoff_min_s"),
-            *("backoff_max_s", "refused_retry_s", "max_queued_commands", "max_strikes", "max_missed_heartbeats"),
-            *("max_buffered_spans", "proposal_width", "drain_grace_s", "stall_limit_s", "max_kills"),
-            "store_lease_s",
-        )
-        for name in positive:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be above 0")
-        for name in ("num_speculative_tokens", "max_draft_tokens", "max_moves", "vote_soft_deadline_ms"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                zero_is_good = field.name in _MAY_BE_ZERO
+                # Written so that NaN, which is neither above nor below anything, is refused too.
+                if not ((value > 0 or (zero_is_good and value == 0)) and math.isfinite(value)):
+                    raise ConfigError(f"{field.name} must be {'0 or ' if zero_is_good else ''}above 0 and finite")
         if self.vote_soft_deadline_ms > self.vote_hard_deadline_ms:
             raise ConfigError("vote_soft_deadline_ms must not be above vote_hard_deadline_ms")
         if not 0 <= self.vote_quorum <= 1:
@@ -133,7 +129,6 @@ class RouterConfig:
             keepalive_time_ms=self.keepalive_time_ms,
             keepalive_timeout_ms=self.keepalive_timeout_ms,
             max_message_bytes=self.max_message_bytes,
-            connect_timeout_ms=self.connect_timeout_ms,
             describe_timeout_ms=self.describe_timeout_ms,
         )
 

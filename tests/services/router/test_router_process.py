@@ -189,6 +189,12 @@ def test_what_a_router_cannot_start_with_is_a_config_error(tmp_path: Path, chang
         (["--verifiers", "h:1", "--vote-quorum", "2"], "vote_quorum"),
         (["--verifiers", "h:1", "--vote-soft-deadline-ms", "500"], "vote_soft_deadline_ms"),
         (["--verifiers", "h:1", "--verify-timeout-s", "0"], "verify_timeout_s"),
+        (["--verifiers", "h:1", "--eject-s", "nan"], "eject_s"),
+        (["--verifiers", "h:1", "--open-timeout-s", "inf"], "open_timeout_s"),
+        (["--verifiers", "h:1", "--max-body-bytes", "-5"], "max_body_bytes"),
+        (["--verifiers", "h:1", "--keepalive-time-ms", "-1"], "keepalive_time_ms"),
+        (["--verifiers", "h:1", "--max-moves", "-1"], "max_moves"),
+        (["--verifiers", "h:1", "--port", "-1"], "port"),
     ],
 )
 def test_router_config_names_what_is_wrong(flags: list[str], word: str) -> None:
