@@ -51,13 +51,21 @@ class Client:
     """`base_url`: http://host:port, optionally with a path prefix. `api_key` is sent as a bearer token."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
-        parts = urllib.parse.urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(base_url)
+            good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:  # brackets that are no IPv6 address, a port that is none
+            good = None
+        if not good:
             raise RequestFailed(f"{base_url} is not an http:// or https:// address")
         self._parts = parts
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+
+    @property
+    def has_key(self) -> bool:
+        return "Authorization" in self._headers
 
     def get(self, path: str) -> bytes:
         """Body of a 200 answer; raises RequestFailed."""
@@ -68,7 +76,14 @@ class Client:
             connection.close()
 
     def models(self) -> list[str]:
-        return [model["id"] for model in json.loads(self.get("/v1/models"))["data"]]
+        """The served names, at least one. Raises RequestFailed, also when what answers is no such server."""
+        try:
+            names = [str(model["id"]) for model in json.loads(self.get("/v1/models"))["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RequestFailed(f"what answers at {self._parts.geturl()} is not an OpenAI-compatible server") from error
+        if not names:
+            raise RequestFailed(f"the server at {self._parts.geturl()} serves no model")
+        return names
 
     def stream_chat(self, body: dict[str, Any], answer: Answer) -> Iterator[Piece]:
         """Post a chat request and yield what arrives, which is also kept in `answer`. Closing the iterator cancels it.
@@ -136,5 +151,8 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             data.clear()
             if body == b"[DONE]":
                 return
-            yield json.loads(body)
+            try:
+                yield json.loads(body)
+            except ValueError as error:
+                raise RequestFailed("the stream holds something that is not JSON") from error
     raise RequestFailed("the stream ended before the answer did")

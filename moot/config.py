@@ -54,7 +54,7 @@ def load_config(
         raise ConfigError(f"unknown key in {path}: {', '.join(unknown)}")
     values: dict[str, Any] = {}
     for name, field in names.items():
-        variable = "MOOT_" + name.upper()
+        variable = variable_of(name)
         for source, raw in (
             (flag_of(name), flags.get(name)),
             (variable, environ.get(variable)),
@@ -71,6 +71,10 @@ def load_config(
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    return "MOOT_" + name.upper()
 
 
 def _parser(cls: type[Any], prog: str, description: str, example: str) -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ from moot.core.errors import DeadlineExceeded, MootError
 _PR_SET_PDEATHSIG = 1
 _SHOWN_LOG_LINES = 15
 
-# Settings of this process that would be wrong for a child: its config file has other keys.
+# Settings of this process that would be wrong for any child: its config file has other keys.
 _OWN_VARIABLES = frozenset({"MOOT_CONFIG", "MOOT_READY_FILE"})
 
 Say = Callable[[str], None]
@@ -68,8 +68,19 @@ class Supervisor:
 
     POLL_S = 0.05
 
-    def __init__(self, folder: Path, *, grace_s: float = 10.0, say: Say = lambda text: None) -> None:
-        """`folder` gets logs and ready files. `grace_s`: from SIGTERM to SIGKILL, for all children together."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        grace_s: float = 10.0,
+        say: Say = lambda text: None,
+        own_variables: Collection[str] = (),
+    ) -> None:
+        """`folder` gets logs and ready files. `grace_s`: from SIGTERM to SIGKILL, for all children together.
+
+        `own_variables`: environment variables that set this process, and that no child must take for its own.
+        """
+        self._own_variables = _OWN_VARIABLES.union(own_variables)
         self._folder = folder
         self._grace_s = grace_s
         self._say = say
@@ -94,7 +105,7 @@ class Supervisor:
         ready_file.unlink(missing_ok=True)
         log = self._folder / f"{name}.log"
         command = [part.replace("{ready_file}", str(ready_file)) for part in argv]
-        inherited = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
+        inherited = {name: value for name, value in os.environ.items() if name not in self._own_variables}
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command,

@@ -97,9 +97,10 @@ def test_a_stream_arrives_piece_by_piece() -> None:
         ((400, [b'{"error": {"message": "`n` is too large"}}']), "`n` is too large \\(HTTP 400\\)"),
         ((500, [b"<html>"]), "answered with HTTP 500"),
         ((200, [chunk("a", [1])]), "ended before the answer did"),
+        ((200, [chunk("a", [1]), b"data: <html>\n\n", DONE]), "not JSON"),
         ((200, [chunk("a", [1]), b'data: {"error": {"message": "no verifier"}}\n\n']), "no verifier"),
     ],
-    ids=["refused", "not ours", "cut off", "error event"],
+    ids=["refused", "not ours", "cut off", "no JSON", "error event"],
 )
 def test_failures_are_said_in_one_sentence(answer: tuple[int, list[bytes]], sentence: str) -> None:
     """An answer that is not whole is never taken for one."""
@@ -121,3 +122,10 @@ def test_models_are_read() -> None:
     """The served names, in the server's order."""
     with serving((200, [b'{"data": [{"id": "b"}, {"id": "a"}]}'])) as (client, _):
         assert client.models() == ["b", "a"]
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"{}", b'{"data": [{}]}', b"[1]", b'{"data": []}'])
+def test_a_server_that_is_no_router_is_said(body: bytes) -> None:
+    """Whatever answers at an address, the commands end with a sentence."""
+    with serving((200, [body])) as (client, _), pytest.raises(RequestFailed):
+        client.models()

@@ -41,6 +41,8 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["demo", "--drafters", "suffix,suffix", "--model", "x"], 2, "names one drafter twice"),
         (["chat", "--url", "ftp://x"], 1, "is not an http:// or https:// address"),
         (["chat", "--url", "http://127.0.0.1:9"], 1, "no answer from http://127.0.0.1:9"),
+        (["chat", "--url", "http://127.0.0.1:99999"], 1, "is not an http:// or https:// address"),
+        (["serve", "--demo", "--model", "x"], 2, "give --demo or --model"),
         (["drafters", "--url", "http://127.0.0.1:9"], 1, "no answer from http://127.0.0.1:9"),
     ],
 )

@@ -55,12 +55,19 @@ def test_a_child_is_ready_when_it_says_so(tmp_path: Path) -> None:
 
 
 def test_settings_of_the_parent_do_not_reach_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config file of `moot serve` has keys that are errors for a service."""
+    """A config file of `moot serve` has keys that are errors for a service, and its own settings are not a service's
+    unless they are passed on."""
     monkeypatch.setenv("MOOT_CONFIG", "x.yaml")
-    script = SERVE.replace("'X'", "'MOOT_CONFIG'") + FOREVER
-    with Supervisor(tmp_path) as supervisor:
-        supervisor.wait_ready([child := spawn(supervisor, script)], 20)
-        assert child.facts["x"] is None
+    monkeypatch.setenv("MOOT_MODEL", "mine")
+    scripts = [SERVE.replace("'X'", repr(name)) + FOREVER for name in ("MOOT_CONFIG", "MOOT_MODEL", "MOOT_MODEL")]
+    with Supervisor(tmp_path, own_variables=["MOOT_MODEL"]) as supervisor:
+        environs = ({}, {}, {"MOOT_MODEL": "yours"})
+        children = [
+            spawn(supervisor, script, str(number), environ=environ)
+            for number, (script, environ) in enumerate(zip(scripts, environs, strict=True))
+        ]
+        supervisor.wait_ready(children, 20)
+        assert [child.facts["x"] for child in children] == [None, None, "yours"]
 
 
 def test_a_child_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     )
     prompts = {"yours": config.prompt} if config.prompt else PROMPTS
     with running(config, "demo", say) as system:
-        asker = Asker(Client(system.url), config)
+        asker = Asker(system.client, config)
         _show(asker, next(iter(prompts.values())))
         samples = measure(asker, prompts, config.repetitions, system)
     comparison = Comparison.of(samples)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from moot.client import Client, RequestFailed
 from moot.commands.common import table
+from moot.config import load_config, option
 from moot.proposers.registry import MODEL_FREE_KINDS, known_kinds
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -20,27 +21,31 @@ COLUMNS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftersConfig:
+    url: str | None = option(None, help=f"a router; without it, {DEFAULT_URL} is looked at if it answers")
+    api_key: str | None = option(None, help="sent as a bearer token")
+
+
 def run(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    config = load_config(
+        DraftersConfig,
+        argv,
         prog="moot drafters",
         description="List the drafter kinds, and the drafters of a running server with their counts since its start.",
-        epilog="example:\n  moot drafters --url http://127.0.0.1:8000",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        example="moot drafters --url http://127.0.0.1:8000",
     )
-    parser.add_argument("--url", help=f"a router; without it, {DEFAULT_URL} is looked at if it answers")
-    arguments = parser.parse_args(argv)
     kinds = [[kind, "no" if kind in MODEL_FREE_KINDS else "yes"] for kind in known_kinds()]
     print(table(["kind", "needs a model"], kinds))
     try:
-        exposition = Client(arguments.url or DEFAULT_URL).get("/metrics").decode()
+        exposition = Client(config.url or DEFAULT_URL, config.api_key).get("/metrics").decode()
     except RequestFailed as error:
-        if arguments.url:
+        if config.url:
             raise
         print(f"\nNo running drafters to show: {error}")
         return 0
     running = drafter_rows(exposition)
-    print(f"\nDrafters of {arguments.url or DEFAULT_URL}:")
+    print(f"\nDrafters of {config.url or DEFAULT_URL}:")
     print(table(["drafter", *COLUMNS.values()], running) if running else "  none has proposed anything yet")
     return 0
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from types import FrameType
 
 from moot.cli import COMMANDS
-from moot.client import Client
 from moot.commands.common import say
 from moot.commands.system import System, SystemConfig, running
 from moot.config import load_config
@@ -56,7 +55,8 @@ def _on_signal(stop: threading.Event) -> None:
 
 
 def _introduce(system: System) -> None:
-    model = Client(system.url).models()[0]
+    model = system.client.models()[0]
+    keyed = '\' -H "Authorization: Bearer $MOOT_API_KEY"' if system.client.has_key else "'"
     drafters = ", ".join(child.name.removeprefix("drafter-") for child in system.drafters) or "none"
     print(
         f"""
@@ -66,7 +66,7 @@ Serving {model} at {system.url}  (drafters: {drafters})
   metrics    {system.url}/metrics
   logs       {system.logs}
 
-  curl {system.url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl {system.url}/v1/chat/completions -H 'Content-Type: application/json{keyed} \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
   moot chat --url {system.url}
 

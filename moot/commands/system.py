@@ -7,13 +7,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from moot import embedded_store
 from moot.client import Client, RequestFailed
 from moot.commands.common import run_folder
-from moot.config import option
+from moot.config import option, variable_of
 from moot.core.errors import ConfigError, DeadlineExceeded
 from moot.supervisor import Child, Say, Supervisor
 
@@ -33,6 +33,7 @@ class SystemConfig:
         ("suffix", "prompt_lookup", "recycling", "ngram"),
         help="drafter kinds to start, one process each; repeat a kind as kind:name",
     )
+    api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: everybody may call)")
     redis_url: str | None = option(
         None, help="Redis 7 or Valkey server for the requests' records; none: one is started; 'off': no records"
     )
@@ -43,12 +44,17 @@ class SystemConfig:
     stop_grace_s: float = option(15.0, help="seconds from SIGTERM to SIGKILL when stopping")
     log_level: str = option("info", help="least level logged", choices=("debug", "info", "warning", "error"))
 
+    def __post_init__(self) -> None:
+        if self.demo and self.model != DEMO_MODEL:
+            raise ConfigError("--demo serves the demo's model: give --demo or --model")
+
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A running system. `url`: of the router's HTTP API."""
+    """A running system. `url`: of the router's HTTP API; `client`: of it, with a key where one is needed."""
 
     url: str
+    client: Client
     supervisor: Supervisor
     router: Child
     drafters: tuple[Child, ...]
@@ -64,7 +70,7 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
     # Short: a Unix socket's path has little room.
     with (
         tempfile.TemporaryDirectory(prefix="moot-") as store_folder,
-        Supervisor(logs, grace_s=config.stop_grace_s, say=say) as supervisor,
+        Supervisor(logs, grace_s=config.stop_grace_s, say=say, own_variables=_variables(type(config))) as supervisor,
     ):
         say(f"starting the services (logs: {logs})")
         verifier = supervisor.service("verifier", "verifier", _verifier_flags(config, model), environ=_VERIFIER_ENV)
@@ -93,20 +99,28 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
             )
         supervisor.wait_ready(waiting, config.start_timeout_s)
         flags = _router_flags(config, model, verifier, drafters, store_url)
-        router = supervisor.service("router", "router", flags, environ=_LIGHT_ENV)
+        # Not as a flag: every user of this machine may read the flags of a process.
+        keys = {variable_of("api_key"): ",".join(config.api_key)}
+        router = supervisor.service("router", "router", flags, environ=_LIGHT_ENV | keys)
         supervisor.wait_ready([router], config.start_timeout_s)
         url = f"http://{config.host}:{router.port}"
-        _wait_serving(url, supervisor, config.start_timeout_s)
-        yield System(url, supervisor, router, drafters, verifier, logs)
+        client = Client(url, next(iter(config.api_key), None))
+        _wait_serving(client, supervisor, config.start_timeout_s)
+        yield System(url, client, supervisor, router, drafters, verifier, logs)
 
 
-def _wait_serving(url: str, supervisor: Supervisor, timeout_s: float) -> None:
+def _variables(config: type[SystemConfig]) -> list[str]:
+    """What sets the command itself. It reaches a service as a flag, where it is meant for one."""
+    return [variable_of(field.name) for field in fields(config)]
+
+
+def _wait_serving(client: Client, supervisor: Supervisor, timeout_s: float) -> None:
     """The router listens before it has met its verifier."""
     deadline = time.monotonic() + timeout_s
     while True:
         supervisor.check()
         try:
-            Client(url).get("/readyz")
+            client.get("/readyz")
             return
         except RequestFailed as error:
             if time.monotonic() > deadline:
@@ -169,6 +183,6 @@ def _router_flags(
             "--drafters",
             ",".join(f"{child.name.removeprefix('drafter-')}={LOOPBACK}:{child.port}" for child in drafters),
         ),
-        *(() if store_url == NO_STORE else ("--redis-url", store_url)),
+        *("--redis-url", "none" if store_url == NO_STORE else store_url),
         *("--log-level", config.log_level),
     ]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from moot.client import Answer, Client
+from moot.client import Answer, Client, RequestFailed
 from moot.model.tiny import make_tiny_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -29,8 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def environ(cache: Path) -> dict[str, str]:
-    return {**os.environ, "MOOT_CACHE": str(cache)}
+def environ(cache: Path, **settings: str) -> dict[str, str]:
+    return {**os.environ, "MOOT_CACHE": str(cache), **settings}
 
 
 def processes_of(cache: Path) -> list[int]:
@@ -75,12 +75,17 @@ def test_the_demo_compares_and_leaves_nothing(model: Path, tmp_path: Path) -> No
 
 
 @contextmanager
-def served(model: Path, cache: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
-    """The command, the URL that it printed, and its folder of logs."""
+def served(model: Path, cache: Path, **settings: str) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+    """The command, the URL that it printed, and its folder of logs. `settings`: further environment variables."""
     command = [sys.executable, "-m", "moot", "serve", *FLAGS, "--model", str(model), "--port", "0"]
     with (cache / "stderr").open("w") as errors:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ(cache), start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environ(cache, **settings),
+            start_new_session=True,
         )
     try:
         assert process.stdout is not None
@@ -147,8 +152,24 @@ def test_serve_goes_on_without_a_drafter_and_ends_on_ctrl_c(model: Path, tmp_pat
 
 
 def test_serve_ends_when_an_essential_part_does(model: Path, tmp_path: Path) -> None:
-    """Without its verifier there is nothing to serve: exit status 1, and the reason."""
-    with served(model, tmp_path) as (process, _, logs):
+    """Without its verifier there is nothing to serve: exit status 1, and the reason. Until then the environment set
+    it as flags do: the key is asked of every caller and stands in no command line; no store was started."""
+    settings = {"MOOT_API_KEY": "canary-key", "MOOT_REDIS_URL": "off", "MOOT_MODEL": "/nowhere"}
+    with served(model, tmp_path, **settings) as (process, url, logs):
+        with pytest.raises(RequestFailed, match="HTTP 401"):
+            Client(url).models()
+        assert Client(url, "canary-key").models() == ["tiny"]
+        assert "moot_state_store_up 1.0" not in Client(url, "canary-key").get("/metrics").decode()
+        for pid in processes_of(tmp_path):
+            assert b"canary-key" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        listed = subprocess.run(
+            [sys.executable, "-m", "moot", "drafters", "--url", url, "--api-key", "canary-key"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert f"Drafters of {url}" in listed.stdout
         os.kill(json.loads((logs / "verifier.ready").read_text())["pid"], signal.SIGKILL)
         process.wait(DEADLINE_S)
     assert process.returncode == 1
