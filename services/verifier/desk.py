@@ -18,6 +18,9 @@ from moot.model.kv import SequenceCache
 from services.verifier.commands import Answer, Failed, FailureCode, Open, Opened, Verify
 from services.verifier.sessions import Session, Stream, Work
 
+_HINT_BYTES = 16
+"""More than a likely token takes in an answer: its id, its log-probability, its share of what surrounds them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
@@ -29,8 +32,11 @@ class Dropped:
 class Desk:
     """Holds the rules, not the sessions: those are in their streams."""
 
-    def __init__(self, info: ModelInfo, max_draft_tokens: int, new_cache: Callable[[], SequenceCache]) -> None:
+    def __init__(
+        self, info: ModelInfo, max_draft_tokens: int, max_answer_bytes: int, new_cache: Callable[[], SequenceCache]
+    ) -> None:
         self._info = info
+        self._max_hints = max_answer_bytes // (_HINT_BYTES * (max_draft_tokens + 1))
         self._max_draft_tokens = max_draft_tokens
         self._new_cache = new_cache
         self._num_opened = 0
@@ -92,6 +98,8 @@ class Desk:
         for token_ids in (command.prompt_token_ids, command.output_token_ids):
             if not 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < vocab_size:
                 return f"a token id is outside the vocabulary of {vocab_size}"
+        if (command.params.logprobs or 0) + command.num_top_candidates > self._max_hints:
+            return f"logprobs and top candidates must be at most {self._max_hints} together: an answer is one message"
         return problem_of_params(command.params, vocab_size)
 
 

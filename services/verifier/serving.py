@@ -58,7 +58,7 @@ class Serving:
         self.sharing = PrefixSharing(config.prefix_cache_tokens, config.prefix_block_tokens)
         self.steps = StepRunner(runner, Sampler(info.vocab_size, info.end_token_ids), progress)
         self._pool = runner.pool
-        self._desk = Desk(info, config.max_draft_tokens, runner.new_cache)
+        self._desk = Desk(info, config.max_draft_tokens, config.max_message_bytes, runner.new_cache)
         self._intake = intake
         self._metrics = metrics
         self._idle_limit_s = config.session_idle_limit_s

@@ -401,3 +401,23 @@ def test_a_bad_flag_or_model_is_one_sentence_and_status_2(tmp_path: Path) -> Non
             assert text.splitlines()[-1].startswith(b"error: ")
 
     asyncio.run(main())
+
+
+def test_what_could_not_be_answered_in_one_message_is_refused(make_engine: MakeEngine) -> None:
+    """An answer above the message limit would end the stream, and with it every other session of its peer."""
+    engine = make_engine(max_message_bytes=65536)
+
+    async def body(server: Served) -> None:
+        client = Client(server.channel)
+        wordy, curious = opening(1, [5], replace(GREEDY, logprobs=200)), opening(2, [5])
+        curious.open.num_top_candidates = 2**32 - 1
+        modest = opening(3, [5], replace(GREEDY, logprobs=20))
+        modest.open.num_top_candidates = 8
+        await client.send(wordy, curious, modest)
+        answers = {answer.session_id: answer for answer in await client.answers(3)}
+        for refused in (answers[1], answers[2]):
+            assert refused.failed.code == pb.SessionFailed.CODE_INVALID
+            assert "at most 63 together" in refused.failed.message
+        assert answers[3].HasField("opened")
+
+    with_server(engine, body)
