@@ -92,6 +92,7 @@ class ScriptedDrafter:
         """Rows of the target's likely ids that came with the questions."""
         self._random = random.Random(seed)
         self._streams: set[_Stream] = set()
+        self._is_draining = False
         self._server = InProcessServer(
             lambda server: drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server(_Servicer(self), server), link
         )
@@ -104,15 +105,26 @@ class ScriptedDrafter:
     def num_sessions(self) -> int:
         return sum(len(stream.sessions) for stream in self._streams)
 
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
     async def start(self) -> None:
+        self._is_draining = False
         await self._server.start()
 
     async def kill(self) -> None:
         await self._server.kill()
 
     def drain(self) -> None:
+        """Tell every peer to go elsewhere, also those that still come."""
+        self._is_draining = True
         for stream in self._streams:
-            stream.answers.put(pb.DraftAnswer(drain=pb.DrafterDrain(grace_ms=1000)))
+            self._say_drain(stream)
+
+    @staticmethod
+    def _say_drain(stream: _Stream) -> None:
+        stream.answers.put(pb.DraftAnswer(drain=pb.DrafterDrain(grace_ms=1000)))
 
     async def __aenter__(self) -> ScriptedDrafter:
         await self.start()
@@ -199,6 +211,8 @@ class ScriptedDrafter:
     def enter(self, stream: _Stream) -> None:
         self._streams.add(stream)
         self.counts["streams"] += 1
+        if self._is_draining:
+            self._say_drain(stream)
 
     def leave(self, stream: _Stream) -> None:
         self._streams.discard(stream)

@@ -121,8 +121,8 @@ class DraftSession:
     def on_unknown(self) -> None:
         """The replica has forgotten the session: open it again, once for each question."""
         link, box = self.link, self._box
-        link.detach(self.session_id)
-        self.session_id = link.attach(self)
+        forgotten, self.session_id = self.session_id, link.attach(self)
+        link.detach(forgotten)
         self._known_length = -1
         if box is None or box.closed:
             return

@@ -62,6 +62,7 @@ class DrafterLink(PeerLink[pb.DraftCommand]):
 
     def detach(self, session_id: int) -> None:
         self._sessions.pop(session_id, None)
+        self._leave_if_drained()
 
     def drop(self, reason: str) -> None:
         """Count an answer that had no vote."""
@@ -142,6 +143,12 @@ class DrafterLink(PeerLink[pb.DraftCommand]):
         # What runs is answered until the stream ends; the next question of each session goes to another replica.
         if self.state in (PeerState.READY, PeerState.EJECTED):
             self._set_state(PeerState.DRAINING)
+        self._leave_if_drained()
+
+    def _leave_if_drained(self) -> None:
+        if self.state is PeerState.DRAINING and not self._sessions:
+            # The replica ends as soon as its peers have gone, and waits for them until then.
+            self.leave()
 
     def _lost(self, reason: str) -> None:
         if self._return_timer is not None:

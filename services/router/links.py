@@ -71,6 +71,7 @@ class PeerLink(ABC, Generic[CommandT]):
         self.address = address
         self.state = PeerState.CONNECTING
         self.refusal: str | None = None
+        self._has_left = False
         self._policy = policy
         self._on_state = on_state
         self._queue: FrameQueue[CommandT] | None = None
@@ -138,6 +139,11 @@ class PeerLink(ABC, Generic[CommandT]):
         """Give the stream up; sessions hear of it at once, and the link begins anew."""
         self._close_stream(reason)
 
+    def leave(self) -> None:
+        """Give the stream of a peer up that goes away. What stands there next is not there at once."""
+        self._has_left = True
+        self._close_stream("the peer goes away")
+
     def _set_state(self, state: PeerState) -> None:
         if state is not self.state:
             _log.info("peer", extra={"role": self.role, "address": self.address, "state": state.value})
@@ -168,7 +174,9 @@ class PeerLink(ABC, Generic[CommandT]):
                     _log.exception("peer lost", extra={"address": self.address})
                 if self.state is not PeerState.REFUSED:
                     self._set_state(PeerState.LOST)
-                    pause = min(pause, self._policy.backoff_min_s * 2.0 ** min(failures, 16))
+                    if not self._has_left:
+                        pause = min(pause, self._policy.backoff_min_s * 2.0 ** min(failures, 16))
+                    self._has_left = False
                 if self._stopped:
                     return
                 failures += 1

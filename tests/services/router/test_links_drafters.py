@@ -232,14 +232,15 @@ def test_all_drafters_dead_is_plain_decoding() -> None:
 
 
 def test_a_draining_drafter_is_left_in_good_order() -> None:
-    """A drafter that says it goes away is asked nothing new."""
+    """A drafter that says it goes away is asked nothing new, and left once nothing of the router runs there."""
 
     async def main() -> None:
         leaving, staying = ScriptedDrafter(TEXT, spoil=0.0), ScriptedDrafter(TEXT, spoil=0.0)
         async with rig(text=TEXT, drafters={"pool": [leaving, staying]}) as router:
             leaving.drain()
             link = router.pools["pool"].links[leaving.address]
-            await eventually(lambda: link.state is PeerState.DRAINING)
+            await eventually(lambda: link.state is PeerState.LOST)
+            await eventually(lambda: leaving.num_streams == 0)
             before = leaving.counts["open"]
             for _ in range(3):
                 await router.generate(request(max_tokens=10))
