@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +15,9 @@ BAD = {"liar": "lie", "garbage": "garbage", "late": "delay:0.4"}
 """`late`: after the hard deadline of the vote."""
 
 
+DRAIN_GRACE_S = 30.0
+
+
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = tmp_path_factory.mktemp("drafters")
@@ -23,10 +25,12 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         folder / "logs",
         make_tiny_model(folder / "tiny"),
         drafters=GOOD | dict.fromkeys(BAD, "suffix"),
+        proxied=[f"drafter-{name}" for name in GOOD],
         faults={"verifier-0": STEP_DELAY}
         | {f"drafter-{name}": f"drafter.propose={what}" for name, what in BAD.items()},
         # Who talks nonsense stays away for the whole test, as it must not come back by its wrong deeds alone.
         router_flags=("--vote-quorum", "1"),
+        drafter_flags=("--drain-grace-s", str(DRAIN_GRACE_S)),
     ) as system:
         yield Rig(system)
 
@@ -75,6 +79,17 @@ def test_frozen_drafters_are_ejected_and_come_back(rig: Rig, victims: tuple[str,
     eventually(lambda: drafts_again(rig, victims), "thawed drafters propose", 30)
 
 
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_drafters_that_cannot_be_reached_are_done_without(rig: Rig, direction: str) -> None:
+    """A network that swallows what is sent, in either direction, is a silent drafter; healed, it is used again."""
+    proxies = [rig.system.proxies[f"drafter-{name}"] for name in GOOD]
+    rig.through(lambda: [proxy.partition(direction) for proxy in proxies], drafters=list(GOOD))
+    rig.ask_right(drafters=list(GOOD))
+    for proxy in proxies:
+        proxy.heal()
+    eventually(lambda: drafts_again(rig, tuple(GOOD)), "reachable drafters propose", 30)
+
+
 @pytest.mark.parametrize("names", [("garbage",), ("late",), (*BAD, *GOOD)])
 def test_nonsense_and_lateness_cost_three_strikes(rig: Rig, names: tuple[str, ...]) -> None:
     """Answers that cannot be used, or come too late, are dropped and counted; the third ejects for a while."""
@@ -85,7 +100,9 @@ def test_nonsense_and_lateness_cost_three_strikes(rig: Rig, names: tuple[str, ..
     rig.ask_right(2, drafters=list(names))
     assert router.log.count("drafter ejected") >= num_before + len(bad)
     for name in bad:
-        assert router.metric("moot_proposals_dropped_total", drafter=name) >= before[name] + 3
+        # Of late answers only those are counted that came after all.
+        count = 3 if name == "garbage" else 1
+        wait_metric(router, "moot_proposals_dropped_total", at_least(before[name] + count), drafter=name)
     # The ejection ends by itself.
     wait_metric(router, "moot_peers", equal_to(0), role="drafter", state="ejected")
 
@@ -112,8 +129,7 @@ def test_all_lost_is_said_and_ends(rig: Rig) -> None:
 
 
 def test_a_terminated_drafter_leaves_in_peace(rig: Rig) -> None:
-    """SIGTERM in mid-stream: the requests go on, no answer is lost on the way, the process ends with status 0."""
+    """SIGTERM in mid-stream: the requests go on without it, and it ends with status 0 as soon as they have left it."""
     process = rig.system.drafters["suffix"]
     rig.through(process.terminate, drafters=list(GOOD))
-    assert process.wait() == 0, process.log
-    assert process.child.status != -signal.SIGTERM
+    assert process.wait(DRAIN_GRACE_S / 2) == 0, process.log

@@ -1,0 +1,166 @@
+"""The server of records dies, freezes, forgets or comes back: running requests do not care, new ones are told."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+from asking import Ask, Reply, assert_same
+from faulty import STEP_DELAY, Rig, body
+from processes import Process, Store, equal_to, eventually, running, wait_metric
+
+from moot.core.types import FinishReason
+from moot.model.tiny import make_tiny_model
+from services.router.store import StoreConfig
+from services.router.store.link import RedisLink
+from services.router.store.redis_store import RedisStore
+from services.router.types import RequestRecord
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """Router 0 in mode `degrade`, router 1 in mode `required`."""
+    folder = tmp_path_factory.mktemp("store")
+    with running(
+        folder / "logs",
+        make_tiny_model(folder / "tiny"),
+        drafters=("suffix",),
+        store=True,
+        faults={"verifier-0": STEP_DELAY},
+    ) as system:
+        system.add_router(("--store-mode", "required"))
+        yield Rig(system)
+
+
+@pytest.fixture(autouse=True)
+def whole_again(rig: Rig) -> Iterator[None]:
+    yield
+    rig.system.assert_idle()
+    rig.system.heal()
+    for router in rig.system.routers:
+        wait_store(router, up=True)
+
+
+@pytest.fixture
+def store(rig: Rig) -> Store:
+    assert rig.system.store is not None
+    return rig.system.store
+
+
+def wait_store(router: Process, *, up: bool) -> None:
+    wait_metric(router, "moot_state_store_up", equal_to(up))
+    wait_metric(router, "moot_degraded", equal_to(not up), mode="store")
+
+
+def load_record(store: Store, request_id: str) -> RequestRecord | None:
+    """The record of a request's first choice, as the server has it."""
+
+    async def load() -> RequestRecord | None:
+        config = StoreConfig(url=store.url, timeout_s=2.0)
+        link = RedisLink(config)
+        try:
+            return await RedisStore(link, config).load(f"{request_id}-0")
+        finally:
+            await link.close()
+
+    return asyncio.run(load())
+
+
+def assert_recorded(store: Store, reply: Reply) -> None:
+    """Soon the record is whole: all tokens, and how it ended."""
+
+    def whole_record() -> RequestRecord | None:
+        record = load_record(store, reply.request_id)
+        return record if record is not None and record.finish_reason is not None else None
+
+    record = eventually(whole_record, f"the record of {reply.request_id}")
+    assert list(record.output_token_ids) == reply.token_ids
+    assert record.finish_reason is FinishReason.LENGTH
+
+
+def empty_and_restart(store: Store) -> None:
+    """A server that has lost everything, its functions too."""
+    store.kill()
+    shutil.rmtree(store.folder / "appendonlydir")
+    store.restart()
+
+
+def flush(store: Store) -> None:
+    store.client().flushall()
+
+
+def forget_functions(store: Store) -> None:
+    client = store.client()
+    client.flushall()
+    client.execute_command("FUNCTION", "FLUSH")
+
+
+AWAY: dict[str, Callable[[Store], None]] = {"killed": Store.kill, "frozen": Store.freeze}
+BACK_AT_ONCE: dict[str, Callable[[Store], None]] = {
+    "restarted": lambda store: (store.kill(), store.restart())[1],
+    "emptied": empty_and_restart,
+    "flushed": flush,
+    "without functions": forget_functions,
+    "frozen for a moment": lambda store: (store.freeze(), store.thaw())[1],
+}
+
+
+@pytest.mark.parametrize("how", AWAY)
+def test_without_the_server_requests_run_and_are_repaired_later(rig: Rig, store: Store, how: str) -> None:
+    """Lost in mid-stream: running requests finish right, new ones are served and told that they are not durable, mode
+    `required` refuses new ones; a gauge says so; when the server is back, every missing tail is written."""
+    degrade, required = rig.system.routers
+    bodies = [body(index) for index in range(3)]
+    expected = rig.all_expected(bodies)
+    asks = [Ask(router.port, asked) for router in (degrade, required) for asked in bodies]
+    for ask in asks:
+        ask.wait_tokens(4)
+    AWAY[how](store)
+    replies = [ask.result() for ask in asks]
+    for reply, right in zip(replies, expected * 2, strict=True):
+        assert_same(reply, right)
+        assert "x-moot-durable" not in reply.headers, "it was durable when it began"
+    for router in (degrade, required):
+        wait_store(router, up=False)
+    for stream in (True, False):
+        later = Ask(degrade.port, body(1), stream=stream).result()
+        assert_same(later, expected[1])
+        assert later.headers["x-moot-durable"] == "false"
+        replies.append(later)
+    refused = Ask(required.port, body(1), stream=False).result()
+    assert refused.status == 503, refused
+    assert int(refused.headers["retry-after"]) >= 1
+    rig.system.assert_idle()
+
+    store.thaw() if how == "frozen" else store.restart()
+    for router in (degrade, required):
+        wait_store(router, up=True)
+    for reply in replies:
+        assert_recorded(store, reply)
+    durable = Ask(required.port, body(2)).result()
+    assert_same(durable, expected[2])
+    assert "x-moot-durable" not in durable.headers
+
+
+@pytest.mark.parametrize("how", BACK_AT_ONCE)
+def test_a_server_that_forgets_is_told_again(rig: Rig, store: Store, how: str) -> None:
+    """Restarted, emptied or flushed in mid-stream: same text, and the record is whole in the end."""
+    for reply in rig.through(lambda: BACK_AT_ONCE[how](store)):
+        assert_recorded(store, reply)
+
+
+def test_every_key_has_a_time_to_live(rig: Rig, store: Store) -> None:
+    """Whatever becomes of a request, its record does not stay for ever."""
+    going = rig.ask(body(0, max_tokens=200))
+    going.wait_tokens(5)
+    gone = rig.ask(body(1, max_tokens=200))
+    gone.wait_tokens(5)
+    gone.give_up()
+    done = rig.ask_right(2)
+    client = store.client()
+    keys = list(client.scan_iter())
+    assert any(done.request_id in key.decode() for key in keys)
+    assert all(client.pttl(key) > 0 for key in keys)
+    going.give_up()
