@@ -14,8 +14,8 @@ from moot.core.voting import POLICIES
 from moot.core.weights import WEIGHTS
 from moot.rpc.link import LinkConfig
 from services.router.electorate import BallotPolicy
-from services.router.http.settings import HttpSettings
 from services.router.links import LinkPolicy
+from services.router.settings import HttpSettings
 from services.router.store.config import MODES, StoreConfig
 from services.router.strikes import StrikePolicy
 from services.router.verifiers import TargetPolicy

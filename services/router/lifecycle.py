@@ -111,7 +111,7 @@ class Peers:
         self._metrics.degraded.labels("no_drafters").set(alone)
         self._metrics.degraded.labels("no_verifiers").set(not self.targets.is_available)
 
-    # What the fronts ask (http.settings.FrontState).
+    # What the fronts ask (settings.FrontState).
 
     def model_info(self) -> ModelInfo | None:
         return self.targets.info

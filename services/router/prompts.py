@@ -6,7 +6,7 @@ from typing import Any
 
 from moot.core.types import ModelInfo
 from services.router.fields import Fields, is_integer, is_text
-from services.router.http.settings import HttpSettings
+from services.router.settings import HttpSettings
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """`developer` is OpenAI's newer word for `system`; chat templates know the old one."""

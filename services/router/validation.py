@@ -16,8 +16,8 @@ from moot.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFoun
 from moot.core.noise import choice_seed
 from moot.core.types import ModelInfo, SamplingParams
 from services.router.fields import Fields, is_text
-from services.router.http.settings import HttpSettings
 from services.router.prompts import read_messages, read_prompts
+from services.router.settings import HttpSettings
 from services.router.types import GenerationRequest
 
 _MAX_INT = 2**31 - 1

@@ -2,6 +2,6 @@
 
 from services.router.http.app import create_app
 from services.router.http.server import serve_http
-from services.router.http.settings import FrontState, HttpSettings, StaticFrontState
+from services.router.settings import FrontState, HttpSettings, StaticFrontState
 
 __all__ = ["FrontState", "HttpSettings", "StaticFrontState", "create_app", "serve_http"]

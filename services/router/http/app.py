@@ -21,8 +21,8 @@ from services.router.auth import ApiKeys
 from services.router.http import errors
 from services.router.http.endpoint import Front, GenerationEndpoint
 from services.router.http.middleware import FrontMiddleware
-from services.router.http.settings import FrontState, HttpSettings
 from services.router.limits import Admission
+from services.router.settings import FrontState, HttpSettings
 from services.router.tokenization import PromptTokenizer
 from services.router.types import Generator
 

@@ -27,8 +27,8 @@ from services.router.http.completions import CompletionReply
 from services.router.http.middleware import ClientGone
 from services.router.http.replies import Envelope, Reply
 from services.router.http.running import Choice, run_choices
-from services.router.http.settings import FrontState, HttpSettings
 from services.router.limits import Admission, Ticket
+from services.router.settings import FrontState, HttpSettings
 from services.router.stop_strings import StopStrings
 from services.router.text import IncrementalText
 from services.router.tokenization import PromptTokenizer

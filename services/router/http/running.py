@@ -13,7 +13,7 @@ from typing import TypeAlias, cast
 from moot.core.errors import DeadlineExceeded, Draining, MootError
 from moot.core.types import FinishReason, TokenLogprobs
 from moot.metrics import Metrics
-from services.router.http.settings import HttpSettings
+from services.router.settings import HttpSettings
 from services.router.text import IncrementalText
 from services.router.types import GenerationChunk, GenerationMetrics, GenerationRequest, Generator
 

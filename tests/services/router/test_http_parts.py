@@ -140,3 +140,16 @@ def test_the_front_needs_no_torch() -> None:
         "t.TokenBytes(byte_level_tokenizer()); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], check=True, timeout=60)
+
+
+def test_any_module_of_the_router_can_be_imported_first() -> None:
+    """No module works only because another one happened to be imported before it."""
+    code = (
+        "import importlib, pkgutil, sys, services.router as package\n"
+        "for found in pkgutil.walk_packages(package.__path__, 'services.router.'):\n"
+        "    for name in [name for name in sys.modules if name.startswith('services.')]:\n"
+        "        del sys.modules[name]\n"
+        "    if not found.name.endswith('__main__'):\n"
+        "        importlib.import_module(found.name)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
