@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moot.core.errors import ContextLengthExceeded
 from moot.core.types import ModelInfo
 from services.router.fields import Fields, is_integer, is_text
 from services.router.settings import HttpSettings
@@ -26,6 +27,8 @@ def read_prompts(fields: Fields, settings: HttpSettings, info: ModelInfo) -> tup
     for item in value:
         if is_text(item):
             prompts.append(item)
+        elif isinstance(item, list) and len(item) > info.context_limit:
+            raise too_long(len(item), info, "prompt")
         elif isinstance(item, list) and all(is_integer(index) and 0 <= index < info.vocab_size for index in item):
             prompts.append(tuple(item))
         else:
@@ -33,6 +36,14 @@ def read_prompts(fields: Fields, settings: HttpSettings, info: ModelInfo) -> tup
         if not item:
             fields.fail("prompt", "must not be empty")
     return tuple(prompts)
+
+
+def too_long(num_tokens: int, info: ModelInfo, param: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"the prompt has {num_tokens} tokens; this model's context is {info.context_limit} tokens, "
+        "at least one of them for the output",
+        param,
+    )
 
 
 def read_messages(fields: Fields, settings: HttpSettings) -> tuple[dict[str, str], ...]:

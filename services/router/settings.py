@@ -17,6 +17,8 @@ class HttpSettings:
     """Names accepted as `model`; the first is used in answers to requests that name none."""
     max_body_bytes: int = 4 * 1024 * 1024
     max_json_depth: int = 32
+    max_json_values: int = 250_000
+    """Numbers, texts, lists and objects in a body, beside a prompt of ids that fills the context."""
     body_timeout_s: float = 30.0
     """For the whole body to arrive."""
     max_prompt_bytes: int = 2 * 1024 * 1024

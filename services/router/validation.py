@@ -12,11 +12,11 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moot.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from moot.core.errors import InvalidRequest, ModelNotFound
 from moot.core.noise import choice_seed
 from moot.core.types import ModelInfo, SamplingParams
 from services.router.fields import Fields, is_text
-from services.router.prompts import read_messages, read_prompts
+from services.router.prompts import read_messages, read_prompts, too_long
 from services.router.settings import HttpSettings
 from services.router.types import GenerationRequest
 
@@ -136,11 +136,7 @@ def plan_requests(
         if not prompt:
             raise InvalidRequest(f"`{param}` has no tokens", param)
         if room < 1:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens; this model's context is {info.context_limit} tokens, "
-                "at least one of them for the output",
-                param,
-            )
+            raise too_long(len(prompt), info, param)
         max_tokens = room if common.max_tokens is None else min(common.max_tokens, room)
         if common.params.min_tokens > max_tokens:
             raise InvalidRequest(f"`min_tokens` is more than the {max_tokens} tokens there can be", "min_tokens")

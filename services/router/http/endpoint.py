@@ -143,7 +143,8 @@ class GenerationEndpoint:
     ) -> tuple[validation.CommonBody, tuple[GenerationRequest, ...], list[str]]:
         """Body to requests, with the text to echo before each choice."""
         front = self._front
-        values = parse_json_object(body, front.settings.max_json_depth)
+        max_values = front.settings.max_json_values + info.context_limit
+        values = parse_json_object(body, front.settings.max_json_depth, max_values)
         drafter_ids = front.state.drafter_ids()
         if self._chat:
             chat = validation.parse_chat(values, front.settings, info, drafter_ids)

@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from moot.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from moot.core.errors import BodyTooLarge, ContextLengthExceeded, InvalidRequest, ModelNotFound
 from moot.core.noise import choice_seed
 from moot.core.types import ModelInfo
 from services.router.fields import parse_json_object
@@ -362,12 +364,43 @@ def test_callers_do_not_share_a_prefix_cache() -> None:
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     """C19: NaN, deep nesting, huge integers, other encodings are 400, never an error of ours."""
     with pytest.raises(InvalidRequest):
-        parse_json_object(body, 32)
+        parse_json_object(body, 32, 1000)
 
 
 def test_nesting_up_to_the_limit_is_read() -> None:
     """The limit is the number of levels of objects and lists."""
     text = json.dumps({"a": [[1]]}).encode()
-    assert parse_json_object(text, 3) == {"a": [[1]]}
+    assert parse_json_object(text, 3, 1000) == {"a": [[1]]}
     with pytest.raises(InvalidRequest):
-        parse_json_object(text, 2)
+        parse_json_object(text, 2, 1000)
+
+
+JSON = st.recursive(
+    st.none() | st.text() | st.integers(), lambda some: st.lists(some) | st.dictionaries(st.text(), some)
+)
+
+
+@settings(deadline=None)
+@given(JSON)
+def test_texts_are_no_values(value: Any) -> None:
+    """What is counted are the commas of JSON, not those of texts, whatever is escaped in them."""
+    body = json.dumps({"a": value, "b": [",,," + '"' * 3 + "\\"] * 3}).encode()
+
+    def commas(item: Any) -> int:
+        children = list(item.values()) if isinstance(item, dict) else item if isinstance(item, list) else []
+        return max(len(children) - 1, 0) + sum(map(commas, children))
+
+    count = commas(json.loads(body))
+    assert parse_json_object(body, 1000, count)
+    with pytest.raises(BodyTooLarge):
+        parse_json_object(body, 1000, count - 1)
+
+
+@pytest.mark.parametrize("item", [b"1", b"[]", b'""', b'"a":1', b'"\\",\\","'], ids=repr)
+def test_a_body_of_many_values_is_refused_unparsed(item: bytes) -> None:
+    """Megabytes of values would hold the event loop for seconds; the same size of text is nothing."""
+    many = b",".join([item] * 1_000_000)
+    for body in (b'{"prompt":[' + many + b"]}", b'{"logit_bias":{' + many + b"}}"):
+        with pytest.raises(BodyTooLarge, match="250000 values"):
+            parse_json_object(body, 32, 250_000)
+    assert parse_json_object(json.dumps({"prompt": "a, b" * 1_000_000}).encode(), 32, 250_000)
