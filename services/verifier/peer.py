@@ -27,11 +27,12 @@ class PeerStream:
             size_of=lambda answer: answer.ByteSize(),
         )
         self._stream = engine.connect(self._deliver)
-        self._error: NoCapacity | None = None
+        self._error: Exception | None = None
         self._closed = False
 
     async def frames(self, requests: AsyncIterator[pb.VerifyRequest]) -> AsyncIterator[pb.VerifyResponse]:
-        """Answers until the peer ends its stream. Raises NoCapacity for a peer that floods or does not read."""
+        """Answers until the peer ends its stream. Raises what ended it otherwise: NoCapacity for a peer that floods or
+        does not read."""
         tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._beat())]
         try:
             while answers := await self._queue.next_frame():
@@ -60,7 +61,7 @@ class PeerStream:
         try:
             async for request in requests:
                 self._receive(request)
-        except NoCapacity as error:
+        except Exception as error:  # noqa: BLE001 - raised again by `frames`, whose stream it ends
             self._give_up(error)
         finally:
             self._queue.close()
@@ -88,6 +89,6 @@ class PeerStream:
         for answer in answers:
             self.send(wire.answer_to_pb(answer))
 
-    def _give_up(self, error: NoCapacity) -> None:
+    def _give_up(self, error: Exception) -> None:
         self._error = self._error or error
         self._queue.close()

@@ -421,3 +421,20 @@ def test_what_could_not_be_answered_in_one_message_is_refused(make_engine: MakeE
         assert answers[3].HasField("opened")
 
     with_server(engine, body)
+
+
+def test_a_defect_behind_a_stream_is_told_to_its_peer(make_engine: MakeEngine) -> None:
+    """A stream whose commands cannot be taken does not end as if all were well, and leaves no session."""
+    engine = make_engine()
+
+    def submit(*_: object) -> None:
+        raise RuntimeError("defect")
+
+    engine.submit = submit  # type: ignore[method-assign]
+
+    async def body(server: Served) -> None:
+        client = Client(server.channel)
+        await client.send(opening(1, [5]))
+        assert await asyncio.wait_for(client.call.code(), WAIT_S) is grpc.StatusCode.INTERNAL
+
+    with_server(engine, body)
