@@ -237,6 +237,7 @@ def test_a_draining_drafter_is_left_in_good_order() -> None:
     async def main() -> None:
         leaving, staying = ScriptedDrafter(TEXT, spoil=0.0), ScriptedDrafter(TEXT, spoil=0.0)
         async with rig(text=TEXT, drafters={"pool": [leaving, staying]}) as router:
+            await eventually(lambda: leaving.counts["streams"] == 1)
             leaving.drain()
             link = router.pools["pool"].links[leaving.address]
             await eventually(lambda: link.state is PeerState.LOST)
