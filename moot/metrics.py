@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -25,9 +26,10 @@ RATIO_BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 class Metrics:
-    """All metrics on one registry of their own, so that a test can hold several in one process."""
+    """All metrics on one registry of their own, so that a test can hold several in one process. `service`: router,
+    verifier or drafter, for `build_info`."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: str = "") -> None:
         self.registry = CollectorRegistry()
         self.num_requests_running = self._gauge("num_requests_running", "Requests being generated.")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests accepted and not yet started.")
@@ -89,6 +91,8 @@ class Metrics:
         self.request_moves = self._counter("request_moves", "Requests moved to another verifier, and why.", "reason")
         self.state_store_up = self._gauge("state_store_up", "1 while the store of request records answers.")
         self.build_info = self._gauge("build_info", "Always 1; the labels tell the build.", "version", "service")
+        if service:
+            self.build_info.labels(version("moot"), service).set(1)
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus's text format."""

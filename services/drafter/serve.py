@@ -54,7 +54,7 @@ def make_proposer(config: DrafterConfig) -> tuple[Proposer[Any], ModelInfo]:
 
 async def serve(config: DrafterConfig) -> None:
     """Run until SIGTERM."""
-    metrics = Metrics()
+    metrics = Metrics("drafter")
     proposer, info = make_proposer(config)
     engine = DrafterEngine(proposer, config, metrics, info.vocab_size)
     description = description_to_pb(config.kind, proposer.family, info)

@@ -58,7 +58,7 @@ class DnsPeers:
         try:
             async with asyncio.timeout(self.timeout_s):
                 entries = await loop.getaddrinfo(self.name, self.port, type=socket.SOCK_STREAM)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, UnicodeError) as error:  # the last: a name that no name server can have
             _log.warning("look-up failed", extra={"name_asked": self.name, "cause": type(error).__name__})
             return frozenset()
         hosts = (str(entry[4][0]) for entry in entries)

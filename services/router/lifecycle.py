@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from moot.core.errors import Draining, MootError, NoCapacity
+from moot.core.errors import ConfigError, Draining, MootError, NoCapacity
 from moot.core.policy import make_policy
 from moot.core.types import ModelInfo
 from moot.metrics import AdminServer, Metrics
@@ -78,6 +78,8 @@ class Peers:
             )
             for spec in parse_local(config.in_process_drafters)
         ]
+        if twice := sorted(set(self.pools).intersection(pool.drafter_id for pool in self.local)):
+            raise ConfigError(f"--drafters and --in-process-drafters both name {', '.join(twice)}: give one another id")
         for pool in self.local:
             policy.admit(pool.drafter_id, pool.proposer.family)
         self.electorate.sources.update(self.pools)
@@ -166,7 +168,7 @@ class LoopWatch:
 async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -> None:
     """Serve until SIGTERM; then readiness off, new requests refused, running ones finished, everything closed."""
     terminated = terminated or termination_event()
-    metrics = Metrics()
+    metrics = Metrics("router")
     tokenizer = load_tokenizer(config.model, config.revision)
     keys = ApiKeys.from_keys(config.api_key)
     if config.api_keys_file is not None:

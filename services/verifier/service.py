@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from importlib.metadata import version
 
 from moot.core.errors import ConfigError
 from moot.metrics import Metrics
@@ -44,8 +43,7 @@ def _automatic_runner(loaded: LoadedModel, capacity: int) -> ModelRunner:
 
 async def serve(config: VerifierConfig) -> int:
     """Serve until SIGTERM. Returns the exit status: 1 when the compute thread could not go on."""
-    metrics = Metrics()
-    metrics.build_info.labels(version=version("moot"), service="verifier").set(1)
+    metrics = Metrics("verifier")
     terminated, loop, died = termination_event(), asyncio.get_running_loop(), []
 
     def on_death() -> None:

@@ -37,8 +37,10 @@ def test_a_log_line_is_json_with_the_request_id_and_without_exception_text() -> 
 
 def test_metrics_have_help_the_prefix_and_no_nan_before_the_first_request() -> None:
     """Before anything happened every sample is a number, and every family says what it is."""
-    families = list(text_string_to_metric_families(Metrics().exposition().decode()))
+    families = list(text_string_to_metric_families(Metrics("router").exposition().decode()))
     assert families
+    (build,) = [family for family in families if family.name == "moot_build_info"]
+    assert [sample.labels["service"] for sample in build.samples] == ["router"]
     for family in families:
         assert family.name.startswith("moot_")
         assert family.documentation

@@ -103,3 +103,13 @@ def test_joined_sources_yield_their_union() -> None:
         await watching.aclose()
 
     asyncio.run(main())
+
+
+def test_a_name_that_cannot_be_is_a_failed_look_up() -> None:
+    """Not even a name that is no name ends the look-ups: the last list stays."""
+
+    async def main() -> None:
+        peers = DnsPeers("x" * 70 + ".invalid", 7100, interval_s=0.01, timeout_s=5)
+        assert await peers._look_up() == frozenset()
+
+    asyncio.run(main())

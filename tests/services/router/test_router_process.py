@@ -12,6 +12,7 @@ import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def test_router_process_serves_and_drains(tmp_path: Path) -> None:
             assert "".join(part.text for part in parts) == answer["choices"][0]["text"]
             assert await running.metric("moot_rounds_total") > 0
             assert await running.metric('moot_degraded{mode="no_drafters"}') == 0
+            assert await running.metric(f'moot_build_info{{service="router",version="{version("moot")}"}}') == 1
             running.verifier.step_s = 0.01
             long = {"prompt": "hello", "max_tokens": 100, "seed": 3, "stream": True}
             async with client.stream("POST", f"{base}/v1/completions", json=long) as stream:
@@ -161,6 +163,7 @@ def test_usage_errors_exit_with_two(tmp_path: Path) -> None:
         ({"ready_file": Path("/nonexistent/folder/ready")}, "ready file"),
         ({"verifiers": ("nowhere",)}, "host:port"),
         ({"in_process_drafters": ("nosuch",)}, "unknown drafter kind"),
+        ({"in_process_drafters": ("suffix",), "drafters": ("suffix=h:1",)}, "both name suffix"),
     ],
     ids=str,
 )
