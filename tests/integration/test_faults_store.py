@@ -80,6 +80,16 @@ def assert_recorded(store: Store, reply: Reply) -> None:
     assert record.finish_reason is FinishReason.LENGTH
 
 
+def restart(store: Store) -> None:
+    store.kill()
+    store.restart()
+
+
+def blink(store: Store) -> None:
+    store.freeze()
+    store.thaw()
+
+
 def empty_and_restart(store: Store) -> None:
     """A server that has lost everything, its functions too."""
     store.kill()
@@ -99,11 +109,11 @@ def forget_functions(store: Store) -> None:
 
 AWAY: dict[str, Callable[[Store], None]] = {"killed": Store.kill, "frozen": Store.freeze}
 BACK_AT_ONCE: dict[str, Callable[[Store], None]] = {
-    "restarted": lambda store: (store.kill(), store.restart())[1],
+    "restarted": restart,
     "emptied": empty_and_restart,
     "flushed": flush,
     "without functions": forget_functions,
-    "frozen for a moment": lambda store: (store.freeze(), store.thaw())[1],
+    "frozen for a moment": blink,
 }
 
 
