@@ -1,7 +1,7 @@
 """The list of modules in docs/architecture.md, made from the first line of each module's docstring.
 
-    python tools/module_table.py            write it
-    python tools/module_table.py --check    exit status 1 if it is not what the modules say
+python tools/module_table.py            write it
+python tools/module_table.py --check    exit status 1 if it is not what the modules say
 """
 
 from __future__ import annotations
