@@ -176,7 +176,7 @@ class NeuralProposer(Proposer[NeuralSession]):
                     work.append(
                         (session, SequenceInput(session.cache, session.path(length)[: min(missing, self._chunk)]))
                     )
-            for session, item, logits in self._forward(work):
+            for session, item, logits in self._forward(work, sessions):
                 if logits is not None:
                     session.cache.commit(range(len(item.token_ids)))
             behind = [session for session, _ in work if not session.stopped]
@@ -184,11 +184,12 @@ class NeuralProposer(Proposer[NeuralSession]):
     def _draft_chains(self, goals: Sequence[tuple[NeuralSession, int]]) -> None:
         """Lengthen every session's path to its goal, one token a forward."""
         while goals := [(s, goal) for s, goal in goals if len(s.ahead) < goal and not s.stopped]:
-            self._prefill([session for session, _ in goals])
-            work = [(session, _last_id(session)) for session, _ in goals if not session.stopped]
+            sessions = [session for session, _ in goals]
+            self._prefill(sessions)
+            work = [(session, _last_id(session)) for session in sessions if not session.stopped]
             rows: list[Tensor] = []
             fed: list[NeuralSession] = []
-            for session, _, logits in self._forward(work):
+            for session, _, logits in self._forward(work, sessions):
                 if logits is not None:
                     session.cache.commit((0,))
                     rows.append(logits)
@@ -238,11 +239,12 @@ class NeuralProposer(Proposer[NeuralSession]):
 
         All paths of a session are fed as one tree, whole at each depth: few and short, they cost one forward together.
         """
-        for session, _, _ in goals:
+        sessions = [session for session, _, _ in goals]
+        for session in sessions:
             session.cache.crop(min(session.cache.length, max(len(session.tokens) - 1, 0)))
             session.ahead, session.stopped = [], False
-        self._prefill([session for session, _, _ in goals])
-        branches = {id(session): self._first_tokens(session, width) for session, _, width in goals}
+        self._prefill(sessions)
+        branches = {id(session): self._first_tokens(session, width, sessions) for session, _, width in goals}
         ended = {
             (id(session), index)
             for session, _, _ in goals
@@ -259,7 +261,7 @@ class NeuralProposer(Proposer[NeuralSession]):
                     leaves.append(live)
             if not work:
                 break
-            for (session, _, logits), live in zip(self._forward(work), leaves, strict=True):
+            for (session, _, logits), live in zip(self._forward(work, sessions), leaves, strict=True):
                 paths = branches[id(session)]
                 if logits is None:
                     continue
@@ -272,13 +274,16 @@ class NeuralProposer(Proposer[NeuralSession]):
         for session, _, _ in goals:
             paths = branches[id(session)]
             session.ahead = paths[0] if paths else []
+            session.stopped |= (id(session), 0) in ended
         return branches
 
-    def _first_tokens(self, session: NeuralSession, width: int) -> list[list[tuple[int, int]]]:
+    def _first_tokens(
+        self, session: NeuralSession, width: int, busy: Sequence[NeuralSession]
+    ) -> list[list[tuple[int, int]]]:
         """The `width` best tokens after the prefix by the draft's own rule, each as the begin of a path."""
         if session.stopped:
             return []
-        ((_, _, logits),) = self._forward([(session, _last_id(session))])
+        ((_, _, logits),) = self._forward([(session, _last_id(session))], busy)
         if logits is None:
             return []
         session.cache.commit((0,))
@@ -296,9 +301,12 @@ class NeuralProposer(Proposer[NeuralSession]):
         return paths
 
     def _forward(
-        self, work: Sequence[tuple[NeuralSession, SequenceInput]]
+        self, work: Sequence[tuple[NeuralSession, SequenceInput]], busy: Sequence[NeuralSession]
     ) -> list[tuple[NeuralSession, SequenceInput, Tensor | None]]:
-        """One ragged forward. Without room, idle sessions lose their caches, then the last of `work` goes without."""
+        """One ragged forward of some of `busy`, the sessions drafted for at present.
+
+        Without room, others lose their caches; then the last of `busy` goes without, whether or not it is in `work`.
+        """
         served = list(work)
         results: list[Tensor] = []
         while served:
@@ -306,11 +314,12 @@ class NeuralProposer(Proposer[NeuralSession]):
                 results = self._runner.forward([item for _, item in served])
                 break
             except NoCapacity:
-                busy = {id(session) for session, _ in work}
-                idle = next((s for s in self._sessions.values() if id(s) not in busy and s.cache.num_slots), None)
+                kept = set(map(id, busy))
+                idle = next((s for s in self._sessions.values() if id(s) not in kept and s.cache.num_slots), None)
                 if idle is None:
-                    idle, _ = served.pop()
+                    idle = next(session for session in reversed(busy) if not session.stopped)
                     idle.stopped = True
+                    served = [(session, item) for session, item in served if session is not idle]
                 idle.cache.free()
         logits = dict(zip((id(session) for session, _ in served), results, strict=True))
         return [(session, item, logits.get(id(session))) for session, item in work]

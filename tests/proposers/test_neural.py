@@ -266,6 +266,31 @@ def test_without_room_idle_caches_go_first(folder: Path, oracle: Any) -> None:
     assert small.kv_used_tokens == 0
 
 
+@pytest.mark.parametrize("width", [1, 2])
+def test_without_room_nobody_who_is_drafted_for_loses_a_cache(folder: Path, oracle: Any, width: int) -> None:
+    """Of asks that do not fit together the last ones go without; those that are ahead of them are not drafted anew."""
+    small = neural(folder, kv_capacity_tokens=1024)  # two pages of 512
+    prefixes = [[n, n + 1, n + 2] for n in range(3)]
+    sessions = [small.open(prefix, GREEDY) for prefix in prefixes]
+    small.warm(sessions[0])
+    answers = small.propose([Ask(session, 3, width) for session in sessions])
+    assert [bool(chains) for chains in answers] == [True, True, False]
+    for session, chains, prefix in zip(sessions, answers, prefixes, strict=True):
+        assert all(chain.token_ids == continuation(oracle, prefix, 3, GREEDY) for chain in chains[:1])
+        small.close(session)
+
+
+def test_a_branch_that_has_ended_is_not_drafted_on(proposer: NeuralProposer, oracle: Any) -> None:
+    """The first branch is kept as the path for the next ask, and that it ended is kept with it."""
+    prefix = [4, 5, 6]
+    text = continuation(oracle, prefix, 3, GREEDY)
+    session = proposer.open(prefix, dataclasses.replace(GREEDY, stop_token_ids=frozenset(text[1:2])))
+    for width in (2, 1):
+        (chains,) = proposer.propose([Ask(session, 5, width)])
+        assert chains[0].token_ids == text[:2]
+    proposer.close(session)
+
+
 def test_warming_prefills_all_but_the_last_token(proposer: NeuralProposer, oracle: Any) -> None:
     """What is done while idle changes no proposal."""
     prefix = list(range(20, 50))
