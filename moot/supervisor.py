@@ -7,7 +7,6 @@ is reported, never restarted behind the user's back.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -22,7 +21,19 @@ from typing import Any, Self
 
 from moot.core.errors import DeadlineExceeded, MootError
 
-_PR_SET_PDEATHSIG = 1
+# Becomes the child. Not code between fork and exec, which crashes where gRPC's threads are running. The 1 is
+# PR_SET_PDEATHSIG; a parent that died before that line is told by its id.
+_LAUNCHER = """
+import os, signal, sys
+niceness, parent = int(sys.argv[1]), int(sys.argv[2])
+os.nice(niceness)
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit(1)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
 _SHOWN_LOG_LINES = 15
 
 # Settings of this process that would be wrong for any child: its config file has other keys.
@@ -105,16 +116,16 @@ class Supervisor:
         ready_file.unlink(missing_ok=True)
         log = self._folder / f"{name}.log"
         command = [part.replace("{ready_file}", str(ready_file)) for part in argv]
+        launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(niceness), str(os.getpid())]
         inherited = {name: value for name, value in os.environ.items() if name not in self._own_variables}
         with log.open("ab") as output:
             process = subprocess.Popen(
-                command,
+                launcher + command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**inherited, **(environ or {})},
                 start_new_session=True,
-                preexec_fn=_child_setup(niceness),
             )
         child = Child(name, process, log, essential, look or (lambda: _read_facts(ready_file)))
         self.children.append(child)
@@ -187,19 +198,3 @@ def _signal(child: Child, number: signal.Signals) -> None:
     """By process id, and only while the process is ours to signal: not yet waited for."""
     if child.status is None:
         child.process.send_signal(number)
-
-
-def _child_setup(niceness: int) -> Callable[[], None]:
-    # Loaded before the fork: after it only calls that cannot deadlock are safe.
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    parent = os.getpid()
-
-    def setup() -> None:
-        if niceness:
-            os.nice(niceness)
-        if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it died before the line above
-                os._exit(1)
-
-    return setup
