@@ -2,9 +2,10 @@
 
     python -m bench.contention --model PATH [--rounds 60] [--rows 9]
 
-One verifier process per OpenMP wait policy; each verifies the same draft of `rows` - 1 tokens over and over, first with
-nothing else running, then with a router at work for scripted peers (concurrency 4, which never lets it sleep). The
-phases alternate. `forward` is what the verifier reports of its step, `answer` what the asking process sees.
+For each way in which compute threads may wait for each other, a verifier verifies drafts of `rows` - 1 tokens over and
+over: alone, and while a router is at work for scripted peers (concurrency 4, which never lets it sleep). Verifiers run
+one after the other, because one whose threads spin for ever would disturb the rest. `forward` is what the verifier
+reports of its step, `answer` what the asking process sees; `idle CPU` is what a verifier without work uses of a core.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.report import publish, spread
-from bench.router_round import load, scripted_system
+from bench.router_round import cpu_seconds, load, scripted_system
 from moot.core.types import Draft, SamplingParams
 from moot.rpc import convert
 from moot.rpc.link import LinkConfig, open_channel
@@ -28,7 +29,14 @@ from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc
 
 CONTEXT = 200
-POLICIES = ("passive", "active")
+WAITS: dict[str, dict[str, str]] = {
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+    "spin 1,000": {"GOMP_SPINCOUNT": "1000"},
+    "spin 10,000": {"GOMP_SPINCOUNT": "10000"},
+    "spin 100,000": {"GOMP_SPINCOUNT": "100000"},
+    "active": {"OMP_WAIT_POLICY": "active"},
+}
+"""Environment of the verifier. libgomp, which torch brings, spins so many turns before a waiting thread sleeps."""
 START_TIMEOUT_S = 120.0
 
 
@@ -100,27 +108,35 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     arguments = parser.parse_args()
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="moot-") as name, Supervisor(Path(name)) as supervisor:
+    idle: dict[str, list[float]] = {}
+    flags = ["--model", arguments.model, "--port", "0", "--metrics-port", "0", "--log-level", "warning"]
+    with tempfile.TemporaryDirectory(prefix="moot-") as name, Supervisor(Path(name) / "router") as supervisor:
         router = scripted_system(supervisor, Path(name), num_drafters=3)
-        flags = ["--model", arguments.model, "--port", "0", "--metrics-port", "0", "--log-level", "warning"]
-        verifiers = {
-            policy: supervisor.service(f"verifier-{policy}", "verifier", flags, environ={"OMP_WAIT_POLICY": policy})
-            for policy in POLICIES
-        }
-        supervisor.wait_ready(verifiers.values(), START_TIMEOUT_S)
         for _ in range(arguments.repetitions):
-            for policy, verifier in verifiers.items():
-                for phase in ("alone", "busy"):
-                    with busy(f"http://127.0.0.1:{router.port}") if phase == "busy" else contextlib.nullcontext():
-                        times = asyncio.run(verify_times(verifier.port, arguments.rows, arguments.rounds))
-                    found.setdefault((policy, phase), []).extend(times[5:])
+            for policy, environ in WAITS.items():
+                with Supervisor(Path(name) / "verifier") as beside:
+                    verifier = beside.service("verifier", "verifier", flags, environ=environ)
+                    beside.wait_ready([verifier], START_TIMEOUT_S)
+                    for phase in ("alone", "busy"):
+                        with busy(f"http://127.0.0.1:{router.port}") if phase == "busy" else contextlib.nullcontext():
+                            times = asyncio.run(verify_times(verifier.port, arguments.rows, arguments.rounds))
+                        found.setdefault((policy, phase), []).extend(times[5:])
+                    idle.setdefault(policy, []).append(idle_cpu(verifier.facts["pid"]))
     rows = []
     for (policy, phase), times in found.items():
         forward, answer = (spread([pair[index] for pair in times]) for index in (0, 1))
-        rows.append((policy, phase, *(f"{m:.1f} ({low:.1f} to {high:.1f})" for m, low, high in (forward, answer))))
-    header = ("OMP_WAIT_POLICY", "other processes", "forward ms", "answer ms")
-    facts = {"rows": arguments.rows, "times_ms": {" ".join(key): times for key, times in found.items()}}
+        cells = [f"{middle:.1f} ({low:.1f} to {high:.1f})" for middle, low, high in (forward, answer)]
+        rows.append((policy, phase, *cells, f"{spread(idle[policy])[0]:.0%}"))
+    header = ("compute threads wait", "other processes", "forward ms", "answer ms", "idle CPU")
+    facts = {"rows": arguments.rows, "times_ms": {" ".join(key): times for key, times in found.items()}, "idle": idle}
     publish("contention", header, rows, facts)
+
+
+def idle_cpu(pid: int, seconds: float = 2.0) -> float:
+    """Share of a core that the process uses without work."""
+    before = cpu_seconds(pid)
+    time.sleep(seconds)
+    return (cpu_seconds(pid) - before) / seconds
 
 
 if __name__ == "__main__":
