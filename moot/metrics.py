@@ -6,13 +6,16 @@ time by the drafter. Label values come from closed sets.
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 from moot.core.errors import ConfigError
 
@@ -94,6 +97,10 @@ class Metrics:
         if service:
             self.build_info.labels(version("moot"), service).set(1)
 
+    def add_vllm_names(self, model: str) -> None:
+        """From now on three gauges are exposed a second time, as vLLM names and labels them."""
+        self.registry.register(_VllmNames(self, model))
+
     def exposition(self) -> bytes:
         """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
@@ -111,11 +118,49 @@ class Metrics:
         return self._histogram(name, text, LATENCY_BUCKETS, *labels)
 
 
+class _VllmNames(Collector):
+    """What an inference gateway reads of a model server, under the names that it knows from vLLM.
+
+    Names: the Gateway API Inference Extension's model server protocol, column vLLM. `kv_cache_usage_perc` is a
+    fraction from 0 to 1 in spite of its name. vLLM numbers the engines of one server; here there is one.
+    """
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._labels = {"model_name": model, "engine": "0"}
+        self._gauges = {
+            "vllm:num_requests_running": metrics.num_requests_running,
+            "vllm:num_requests_waiting": metrics.num_requests_waiting,
+            "vllm:kv_cache_usage_perc": metrics.kv_cache_usage_ratio,
+        }
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, gauge in self._gauges.items():
+            for mirrored in gauge.collect():
+                family = GaugeMetricFamily(name, mirrored.documentation, labels=tuple(self._labels))
+                for sample in mirrored.samples:
+                    family.add_metric(tuple(self._labels.values()), sample.value)
+                yield family
+
+
 class _QuietHandler(WSGIRequestHandler):
     timeout = 5.0  # seconds for a client to send its request
 
     def log_message(self, format: str, *args: object) -> None:
         """A scrape every few seconds is no news."""
+
+
+def _server_class(host: str) -> type[WSGIServer]:
+    """For the family of `host`, an address or a name; a name that has both kinds of address means IPv4.
+
+    Raises OSError when it has none.
+    """
+    addresses = socket.getaddrinfo(host or None, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    families = {family for family, *_ in addresses}
+
+    class Server(WSGIServer):
+        address_family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+
+    return Server
 
 
 class AdminServer:
@@ -148,7 +193,7 @@ class AdminServer:
             return [b"ok\n" if good else b"no\n"]
 
         try:
-            self._server: WSGIServer = make_server(host, port, app, handler_class=_QuietHandler)
+            self._server: WSGIServer = make_server(host, port, app, _server_class(host), _QuietHandler)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="admin", daemon=True)

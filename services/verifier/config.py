@@ -17,6 +17,9 @@ class VerifierConfig:
     host: str = option("127.0.0.1", help="address to listen on")
     port: int = option(7100, help="gRPC port; 0 chooses a free one")
     metrics_port: int = option(7101, help="port of /metrics, /livez and /readyz; 0 chooses a free one")
+    vllm_metric_names: bool = option(
+        False, help="expose running, queued and KV use under vLLM's names as well, for an inference gateway"
+    )
     ready_file: Path | None = option(None, help="written as JSON with the bound ports once requests are served")
     log_level: str = option("info", help="least level logged", choices=("debug", "info", "warning", "error"))
 

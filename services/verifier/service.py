@@ -52,6 +52,8 @@ async def serve(config: VerifierConfig) -> int:
 
     runner = await asyncio.to_thread(make_runner, config)
     engine = Engine(runner, config, metrics, on_death)
+    if config.vllm_metric_names:
+        metrics.add_vllm_names(engine.info.model)
     servicer = VerifierServicer(engine, config)
     server = GrpcServer(config.link, (SERVICE,))
     pb_grpc.add_VerifierServiceServicer_to_server(servicer, server.server)

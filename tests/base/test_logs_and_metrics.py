@@ -47,6 +47,46 @@ def test_metrics_have_help_the_prefix_and_no_nan_before_the_first_request() -> N
         assert all(sample.value == sample.value for sample in family.samples)
 
 
+def test_a_gateway_finds_three_gauges_under_vllms_names_when_asked_for() -> None:
+    """The Gateway API Inference Extension reads queue, running and KV use by vLLM's names: the same values, live."""
+    metrics = Metrics("verifier")
+    assert b"vllm:" not in metrics.exposition()
+    metrics.add_vllm_names("model-x")
+    metrics.num_requests_running.set(3)
+    metrics.num_requests_waiting.set(2)
+    metrics.kv_cache_usage_ratio.set(0.25)
+    samples = [
+        (family.type, sample.name, sample.labels["model_name"], sample.value)
+        for family in text_string_to_metric_families(metrics.exposition().decode())
+        for sample in family.samples
+        if sample.name.startswith("vllm:")
+    ]
+    assert samples == [
+        ("gauge", "vllm:num_requests_running", "model-x", 3),
+        ("gauge", "vllm:num_requests_waiting", "model-x", 2),
+        ("gauge", "vllm:kv_cache_usage_perc", "model-x", 0.25),
+    ]
+
+
+@pytest.mark.parametrize("host", ["::1", "::", "localhost", "127.0.0.1", "0.0.0.0"])
+def test_the_admin_port_listens_on_both_families(host: str) -> None:
+    """A pod with IPv6 only is probed and scraped like any other; `::` and `0.0.0.0` mean every address of a kind."""
+    admin = AdminServer(Metrics(), host=host, port=0)
+    loopback = "[::1]" if ":" in host else "127.0.0.1"
+    try:
+        with urllib.request.urlopen(f"http://{loopback}:{admin.port}/livez", timeout=5) as answer:
+            assert answer.status == 200
+    finally:
+        admin.close()
+
+
+@pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 0), ("192.0.2.1", 0), ("127.0.0.1", 70_000)])
+def test_an_address_that_cannot_be_bound_is_one_sentence(host: str, port: int) -> None:
+    """A name without an address, an address of another machine and an impossible port are refused alike."""
+    with pytest.raises(ConfigError, match="cannot serve metrics"):
+        AdminServer(Metrics(), host=host, port=port)
+
+
 def test_the_admin_port_serves_metrics_and_probes() -> None:
     """Probes tell the truth of their callbacks, on a port of their own."""
     ready = False
