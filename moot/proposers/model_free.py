@@ -79,3 +79,13 @@ def valid_chains(chains: Iterable[Chain], vocab_size: int, num_tokens: int, widt
         if len(valid) == width:
             break
     return list(valid.values())
+
+
+def window_start(length: int, window: int) -> int:
+    """Where the indexed part of a prefix of `length` tokens begins: its last window / 2 to `window` tokens are in it.
+
+    A function of the length alone, so that however a prefix arrived, the same part is indexed. It moves by half a
+    window at a time: indexing anew costs a constant per token.
+    """
+    half = window // 2
+    return 0 if length <= window else -(-(length - window) // half) * half

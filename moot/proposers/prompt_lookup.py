@@ -3,13 +3,18 @@
 The longest n-gram from `max_ngram` down to `min_ngram` that occurred earlier wins; among its occurrences, the most
 recent. A copy that reaches the end of the prefix goes on from what it has copied, so a loop yields K tokens.
 
+There is no index: an ask searches the whole prefix, 4 bytes a token, which `context_limit` bounds.
+
 Confidence byte: 32 * n - 1, n the length of the n-gram matched, at most 8; equal along the chain.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from moot.config import option
 from moot.proposers.base import Chain
@@ -31,9 +36,7 @@ class PromptLookupOptions(ProposerOptions):
 
 @dataclass(slots=True)
 class PromptLookupSession(PrefixSession):
-    tokens: list[int] = field(default_factory=list)
-    followers: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """n-gram to the index of the token after its most recent occurrence that has one."""
+    tokens: array[int] = field(default_factory=lambda: array("I"))
 
 
 class PromptLookupProposer(ModelFreeProposer[PromptLookupSession]):
@@ -49,26 +52,41 @@ class PromptLookupProposer(ModelFreeProposer[PromptLookupSession]):
     def append(
         self, session: PromptLookupSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]
     ) -> None:
-        tokens, followers = session.tokens, session.followers
-        start = len(tokens)
-        tokens.extend(token_ids)
-        for index in range(start, len(tokens)):
-            for size in self._sizes:
-                if size > index:
-                    break
-                followers[tuple(tokens[index - size : index])] = index
+        session.tokens.extend(token_ids)
 
     def chains(self, session: PromptLookupSession, num_tokens: int, width: int) -> Iterator[Chain]:
         tokens = session.tokens
+        followers = latest_followers(tokens, self._sizes.stop - 1)
         first_ids: set[int] = set()
-        for size in reversed(self._sizes):
-            index = session.followers.get(tuple(tokens[-size:])) if size <= len(tokens) else None
-            if index is not None and tokens[index] not in first_ids:
+        for size in range(len(followers), self._sizes.start - 1, -1):
+            index = followers[size - 1]
+            if tokens[index] not in first_ids:
                 first_ids.add(tokens[index])
                 yield Chain(copy_from(tokens, index, num_tokens), (32 * size - 1,) * num_tokens)
 
     def close(self, session: PromptLookupSession) -> None:
-        session.tokens, session.followers = [], {}
+        session.tokens = array("I")
+
+
+def latest_followers(tokens: array[int], max_size: int) -> list[int]:
+    """Entry n - 1: index of the token after the most recent earlier occurrence of the last n tokens.
+
+    For n = 1, 2, ... as long as there is one, up to `max_size`.
+    """
+    ids = np.frombuffer(tokens, dtype=np.uint32)
+    indices = np.arange(1, 1)
+    found: list[int] = []
+    for size in range(1, min(max_size, len(tokens) - 1) + 1):
+        wanted = tokens[-size]
+        if size == 1:
+            indices = np.flatnonzero(ids[:-1] == wanted) + 1
+        else:
+            indices = indices[indices >= size]
+            indices = indices[ids[indices - size] == wanted]
+        if not len(indices):
+            break
+        found.append(int(indices[-1]))
+    return found
 
 
 def copy_from(tokens: Sequence[int], index: int, num_tokens: int) -> tuple[int, ...]:

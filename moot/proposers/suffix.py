@@ -17,7 +17,7 @@ from pathlib import Path
 from moot.config import option
 from moot.proposers.base import Chain
 from moot.proposers.datastore import Datastore
-from moot.proposers.model_free import ModelFreeProposer, PrefixSession
+from moot.proposers.model_free import ModelFreeProposer, PrefixSession, window_start
 from moot.proposers.options import ProposerOptions, require
 from moot.proposers.suffix_automaton import ROOT_STATE, SuffixAutomaton
 
@@ -66,20 +66,12 @@ class SuffixProposer(ModelFreeProposer[SuffixSession]):
 
     def append(self, session: SuffixSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]) -> None:
         session.tokens.extend(token_ids)
-        start = self._start(session.length)
+        start = window_start(session.length, self._window)
         if start != session.start:
             session.tokens = session.tokens[start - session.start :]
             session.start, session.automaton = start, SuffixAutomaton()
         for token in session.tokens[len(session.automaton) :]:
             session.automaton.append(token)
-
-    def _start(self, length: int) -> int:
-        """A function of the length alone, so that however a prefix arrived, the same window is indexed.
-
-        It moves by half a window at a time: rebuilding costs a constant per token.
-        """
-        half = self._window // 2
-        return 0 if length <= self._window else -(-(length - self._window) // half) * half
 
     def chains(self, session: SuffixSession, num_tokens: int, width: int) -> Iterator[Chain]:
         automaton = session.automaton

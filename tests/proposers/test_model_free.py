@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,11 +42,13 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, d
         "suffix datastore": ("suffix", {"datastore": folder / "store"}),
         "suffix long matches": ("suffix", {"min_match": 3}),
         "ngram table": ("ngram", {"table": folder / "table.npz"}),
+        "ngram window": ("ngram", {"max_indexed_tokens": 9}),
     }
 
 
 NAMES = (
     *MODEL_FREE_KINDS, "suffix recent", "suffix window", "suffix datastore", "suffix long matches", "ngram table",
+    "ngram window",
 )  # fmt: skip
 
 
@@ -116,10 +120,26 @@ def test_past_the_context_limit_it_abstains_and_holds_nothing(kind: str) -> None
     assert [len(chain.token_ids) for chain in chains] == [2]
     proposer.extend(session, [1, 2, 3])
     assert proposer.propose([Ask(session, 8)]) == [[]]
-    for held in ("tokens", "followers", "learned", "rows", "tail", "automaton"):
+    for held in ("tokens", "learned", "rows", "automaton"):
         assert len(getattr(session, held, ())) == 0
     proposer.extend(session, [1] * 10_000)
     assert proposer.propose([Ask(session, 8)]) == [[]]
+
+
+@pytest.mark.parametrize("kind", MODEL_FREE_KINDS)
+def test_a_session_of_a_long_prompt_stays_small(kind: str) -> None:
+    """Many sessions share a process: a prompt of 100,000 different contexts holds at most a few megabytes (C21)."""
+    draw = random.Random(1)
+    prefix = [draw.randrange(1000) for _ in range(100_000)]
+    proposer = create(kind, {"vocab_size": 1000})
+    tracemalloc.start()
+    try:
+        session = proposer.open(prefix, PARAMS)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert session.length == len(prefix)
+    assert held_bytes < 8_000_000
 
 
 def test_kinds_without_a_model_import_no_torch() -> None:

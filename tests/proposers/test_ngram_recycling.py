@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moot.core.errors import ConfigError
 from moot.core.types import SamplingParams
 from moot.proposers.base import Ask
+from moot.proposers.model_free import window_start
 from moot.proposers.ngram_table import NgramTable
 from moot.proposers.options import MAX_VOCAB_SIZE
 from moot.proposers.registry import create
@@ -60,6 +61,26 @@ def test_longest_context_decides() -> None:
     chains = proposer.propose([Ask(session, 1, 2)])[0]
     assert [chain.token_ids for chain in chains] == [(9,), (5,)]
     assert chains[0].confidences[0] >= 3 * 64 > 2 * 64 > chains[1].confidences[0]
+
+
+@given(prefix=st.lists(st.integers(0, 3), min_size=1, max_size=60), cut=st.integers(0, 60))
+@settings(max_examples=150, deadline=None)
+def test_counts_are_of_the_last_tokens(prefix: list[int], cut: int) -> None:
+    """Online, the most frequent follower (the most recent of equals) within the window, and nothing before it."""
+    window = 12
+    proposer = create("ngram", {"vocab_size": 4, "max_indexed_tokens": window})
+    session = proposer.open(prefix[:cut], SamplingParams())
+    proposer.extend(session, prefix[cut:])
+    indexed = prefix[window_start(len(prefix), window) :]
+    assert min(len(prefix), window // 2) <= len(indexed) <= window
+    expected: list[tuple[int, ...]] = []
+    for size in (3, 2, 1):
+        ends = [end for end in range(size, len(indexed)) if indexed[end - size : end] == indexed[-size:]]
+        if size <= len(indexed) and ends:
+            counts, latest = Counter(indexed[end] for end in ends), {indexed[end]: end for end in ends}
+            expected.append((max(counts, key=lambda token: (counts[token], latest[token])),))
+            break
+    assert [chain.token_ids for chain in proposer.propose([Ask(session, 1)])[0]] == expected
 
 
 def test_trained_table_is_used_and_learns_nothing(tmp_path: Path) -> None:
