@@ -57,8 +57,12 @@ class Proposer(ABC, Generic[SessionT]):
     def propose(self, asks: Sequence[Ask[SessionT]]) -> list[list[Chain]]:
         """For each ask its chains, best first; an empty list abstains. A failure in one ask must not harm others."""
 
-    def warm(self, session: SessionT) -> None:
-        """Called while idle after open: do ahead of time what the first proposal would have to do."""
+    def warm(self, session: SessionT) -> bool:
+        """Called while idle after open: do ahead of time some of what the first proposal would have to do.
+
+        Commands wait meanwhile, so it does one bounded piece; True: there is more, call again when idle.
+        """
+        return False
 
     def close(self, session: SessionT) -> None:
         """Free what the session holds."""

@@ -146,10 +146,9 @@ class NeuralProposer(Proposer[NeuralSession]):
                 answers.append([_chain(path)] if path else [])
         return answers
 
-    def warm(self, session: NeuralSession) -> None:
-        """Prefill all but the last token."""
-        if self._is_usable(session):
-            self._prefill([session])
+    def warm(self, session: NeuralSession) -> bool:
+        """Prefill one chunk of all but the last token."""
+        return self._is_usable(session) and bool(self._prefill_chunks([session], [session]))
 
     def close(self, session: NeuralSession) -> None:
         session.cache.free()
@@ -168,18 +167,19 @@ class NeuralProposer(Proposer[NeuralSession]):
         """Feed every path up to its last id, in chunks, all sessions together."""
         behind = list(sessions)
         while behind:
-            work = []
-            for session in behind:
-                length = session.cache.length
-                missing = len(session.tokens) + len(session.ahead) - 1 - length
-                if missing > 0 and not session.stopped:
-                    work.append(
-                        (session, SequenceInput(session.cache, session.path(length)[: min(missing, self._chunk)]))
-                    )
-            for session, item, logits in self._forward(work, sessions):
-                if logits is not None:
-                    session.cache.commit(range(len(item.token_ids)))
-            behind = [session for session, _ in work if not session.stopped]
+            behind = self._prefill_chunks(behind, sessions)
+
+    def _prefill_chunks(self, sessions: Sequence[NeuralSession], busy: Sequence[NeuralSession]) -> list[NeuralSession]:
+        """Feed the next chunk of each path, in one forward. Returns those that lack more."""
+        work = [
+            (session, SequenceInput(session.cache, session.path(session.cache.length)[: min(missing, self._chunk)]))
+            for session in sessions
+            if (missing := _num_missing(session)) > 0
+        ]
+        for session, item, logits in self._forward(work, busy):
+            if logits is not None:
+                session.cache.commit(range(len(item.token_ids)))
+        return [session for session, _ in work if _num_missing(session) > 0]
 
     def _draft_chains(self, goals: Sequence[tuple[NeuralSession, int]]) -> None:
         """Lengthen every session's path to its goal, one token a forward."""
@@ -323,6 +323,11 @@ class NeuralProposer(Proposer[NeuralSession]):
                 idle.cache.free()
         logits = dict(zip((id(session) for session, _ in served), results, strict=True))
         return [(session, item, logits.get(id(session))) for session, item in work]
+
+
+def _num_missing(session: NeuralSession) -> int:
+    """Ids of the path, less its last one, that are not in the cache; 0 where nothing can be drafted after it."""
+    return 0 if session.stopped else len(session.tokens) + len(session.ahead) - 1 - session.cache.length
 
 
 def _last_id(session: NeuralSession) -> SequenceInput:

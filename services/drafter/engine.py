@@ -237,12 +237,11 @@ class DrafterEngine:
         self._answer(session.stream, answer)
 
     def _work_ahead(self) -> bool:
-        """One small piece of work nobody waits for: prepare a new session, or one more token for some paths."""
+        """One small piece of work nobody waits for: to prepare a new session, or one more token for some paths."""
         cold = next((session for session in self._table if not session.is_warm), None)
         if cold is not None:
-            cold.is_warm = True
             try:
-                self._proposer.warm(cold.held)
+                cold.is_warm = not self._proposer.warm(cold.held)
             except Exception as error:  # noqa: BLE001 - as in _propose
                 self._fail(error, [(cold.stream, cold.session_id)])
             return True

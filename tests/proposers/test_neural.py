@@ -292,13 +292,30 @@ def test_a_branch_that_has_ended_is_not_drafted_on(proposer: NeuralProposer, ora
 
 
 def test_warming_prefills_all_but_the_last_token(proposer: NeuralProposer, oracle: Any) -> None:
-    """What is done while idle changes no proposal."""
+    """What is done while idle changes no proposal; it comes in pieces of one chunk, so that asks need not wait."""
     prefix = list(range(20, 50))
     session = proposer.open(prefix, GREEDY)
-    proposer.warm(session)
-    assert session.cache.length == len(prefix) - 1
+    lengths = []
+    for more in (True, True, True, True, False):
+        assert proposer.warm(session) is more
+        lengths.append(session.cache.length)
+    assert lengths == [7, 14, 21, 28, len(prefix) - 1]
+    assert proposer.warm(session) is False
     assert chain_ids(proposer, session, 3) == continuation(oracle, prefix, 3, GREEDY)
     proposer.close(session)
+
+
+def test_an_ask_may_come_between_two_pieces_of_warming(proposer: NeuralProposer, oracle: Any) -> None:
+    """Drafting goes on from what is prefilled, for the session itself and for others; there is nothing left to warm."""
+    prefix, other_prefix = list(range(50, 80)), [1, 2, 3]
+    session, other = proposer.open(prefix, GREEDY), proposer.open(other_prefix, GREEDY)
+    assert proposer.warm(session)
+    assert chain_ids(proposer, other, 3) == continuation(oracle, other_prefix, 3, GREEDY)
+    assert proposer.warm(session)
+    assert chain_ids(proposer, session, 3) == continuation(oracle, prefix, 3, GREEDY)
+    assert proposer.warm(session) is False
+    proposer.close(session)
+    proposer.close(other)
 
 
 def test_facts_and_options(folder: Path, proposer: NeuralProposer) -> None:

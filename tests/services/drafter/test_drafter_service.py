@@ -183,6 +183,45 @@ def test_what_waits_is_drafted_for_together() -> None:
     with_drafter(config(max_batch=5), body, proposer=kind)
 
 
+class Warming(Recording):
+    """A kind that prepares a session in three pieces, each of which waits until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release.set()
+        self.pieces = threading.Semaphore(0)
+        self.calls: list[str] = []
+
+    def warm(self, session: list[int]) -> bool:
+        self.calls.append("warm")
+        assert self.pieces.acquire(timeout=TIMEOUT_S)
+        return self.calls.count("warm") < 3
+
+    def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Chain]]:
+        self.calls.append("propose")
+        return super().propose(asks)
+
+
+def test_an_ask_does_not_wait_until_a_new_session_is_prepared() -> None:
+    """Preparing a session goes on piece by piece while nobody asks: an ask waits for one piece at most."""
+
+    async def body(drafter: RunningDrafter) -> None:
+        peer = drafter.peer()
+        kind = drafter.proposer
+        assert isinstance(kind, Warming)
+        await peer.send(open_command(1, [1]))
+        await drafter.until(lambda: kind.calls == ["warm"])
+        await peer.send(propose_command(1, 1))
+        await drafter.until(lambda: bool(drafter.engine._inbox))
+        kind.pieces.release()
+        assert (await peer.answer()).proposed.proposals
+        kind.pieces.release(2)
+        await drafter.until(lambda: all(session.is_warm for session in drafter.engine._table))
+        assert kind.calls == ["warm", "propose", "warm", "warm"]
+
+    with_drafter(config(), body, proposer=Warming())
+
+
 def test_expired_and_superseded_asks_are_dropped() -> None:
     """What nobody needs is not drafted, yet its committed ids count; a newer ask takes an older one's place."""
     kind = Recording()
