@@ -100,13 +100,13 @@ class Peers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(pool.set_addresses([]) for pool in self.pools.values()), self.targets.set_addresses([]))
+        await asyncio.gather(*(pool.set_addresses([]) for pool in self.pools.values()), self.targets.close())
 
     def on_state(self) -> None:
         """Some peer's state changed."""
         if self.targets.is_available:
             self._last_served = time.monotonic()
-        _count_states(self._metrics, "verifier", self.targets.links.values())
+        _count_states(self._metrics, "verifier", self.targets.all_links)
         _count_states(self._metrics, "drafter", [link for pool in self.pools.values() for link in pool.links.values()])
         drafts = self._config.num_speculative_tokens > 0
         alone = drafts and not self.local and not any(pool.is_available for pool in self.pools.values())

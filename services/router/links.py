@@ -132,12 +132,16 @@ class PeerLink(ABC, Generic[CommandT]):
         try:
             self._queue.put(command)
         except FrameQueueFull as error:
-            self.break_stream("does not take what is queued")
+            self._overflow("does not take what is queued")
             raise PeerLost(f"{self.role} {self.address} does not take what is queued") from error
 
     def break_stream(self, reason: str) -> None:
         """Give the stream up; sessions hear of it at once, and the link begins anew."""
         self._close_stream(reason)
+
+    def _overflow(self, reason: str) -> None:
+        """The queue of this side is full."""
+        self.break_stream(reason)
 
     def leave(self) -> None:
         """Give the stream of a peer up that goes away. What stands there next is not there at once."""

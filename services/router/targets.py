@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from moot.core.errors import (
     Draining,
@@ -41,11 +42,18 @@ class VerifierPool:
         self.policy = target_policy
         self.metrics = metrics
         self.info: ModelInfo | None = None
-        """Of the first verifier that was admitted; every later one must show the same model."""
+        """Of the first verifier that was admitted; every later one must show the same model, and as long a context:
+        a request is cut to this limit when it is planned, so no text depends on which of them serves it."""
         self._link_policy = policy
         self._fingerprint = fingerprint
         self._told = on_state
         self._waiters: set[asyncio.Future[None]] = set()
+        self._leaving: dict[VerifierLink, asyncio.Task[None]] = {}
+
+    @property
+    def all_links(self) -> list[VerifierLink]:
+        """Those that serve, and those whose address is gone and whose sessions are still moving."""
+        return [*self.links.values(), *self._leaving]
 
     @property
     def is_available(self) -> bool:
@@ -62,7 +70,7 @@ class VerifierPool:
 
     @property
     def context_limit(self) -> int:
-        return min((link.facts.info.context_limit for link in self.links.values() if link.facts), default=0)
+        return self.info.context_limit if self.info else 0
 
     @property
     def vocab_size(self) -> int:
@@ -76,16 +84,27 @@ class VerifierPool:
         return MovingTarget(self, prefix, num_top_candidates)
 
     async def set_addresses(self, addresses: Iterable[str]) -> None:
+        """A verifier whose address is gone takes nothing new; what it serves moves at its next round, as in a drain."""
         wanted = set(addresses)
         gone = [self.links.pop(address) for address in set(self.links) - wanted]
+        for link in gone:
+            task = self._leaving[link] = asyncio.create_task(link.retire(), name=f"retire {link.address}")
+            task.add_done_callback(partial(self._left, link))
         for address in sorted(wanted - set(self.links)):
             link = self.links[address] = VerifierLink(
                 address, self._link_policy, self.policy, self._admit, self.metrics, self._on_state
             )
             link.start()
-        await asyncio.gather(*(link.stop() for link in gone))
-        if gone:
-            self._on_state()
+
+    async def close(self) -> None:
+        """End all streams and everything that waits on them."""
+        links, self.links = self.all_links, {}
+        await asyncio.gather(*(link.stop() for link in links))
+        await asyncio.gather(*self._leaving.values())
+
+    def _left(self, link: VerifierLink, retiring: asyncio.Task[None]) -> None:
+        del self._leaving[link]
+        self._on_state()
 
     async def choose(self, numerics: str, avoid: set[VerifierLink], deadline: float) -> VerifierLink:
         """The least loaded verifier, one with these numerics if there is one; waits until `deadline` (loop time).
@@ -99,10 +118,8 @@ class VerifierPool:
                 return min(ready, key=lambda link: (_numerics(link) != numerics, link.is_in_doubt, link.load))
             now = loop.time()
             if now >= deadline:
-                words = "is full" if avoid else "can be reached"
-                raise NoCapacity(
-                    f"no verifier {'has room' if avoid else words}", retry_after_s=self.policy.retry_after_s
-                )
+                problem = "has room" if avoid else "can be reached"
+                raise NoCapacity(f"no verifier {problem}", retry_after_s=self.policy.retry_after_s)
             pause = min(deadline - now, self.policy.capacity_retry_s) if avoid else deadline - now
             await self._changed(pause)
             avoid.clear()
@@ -133,11 +150,29 @@ class VerifierPool:
         known = self.info
         if known is None:
             self.info = info
-        elif (info.model, info.revision, info.vocab_size) != (known.model, known.revision, known.vocab_size):
+            return
+        for fact, shown in _SAME.items():
+            theirs, ours = getattr(info, fact), getattr(known, fact)
+            if theirs != ours:
+                raise PeerRefused(f"verifier at {address} has {shown} {_words(theirs)}, the others {_words(ours)}")
+        if info.context_limit < known.context_limit:
             raise PeerRefused(
-                f"verifier at {address} runs {info.model} {info.revision}, the others {known.model} {known.revision} "
-                f"(tokenizers {info.tokenizer_fingerprint} and {known.tokenizer_fingerprint})"
+                f"verifier at {address} has a context of {info.context_limit} tokens, "
+                f"less than the {known.context_limit} that requests here may have"
             )
+
+
+_SAME = {
+    "model": "the model",
+    "revision": "the revision",
+    "vocab_size": "a vocabulary size of",
+    "end_token_ids": "the end tokens",
+}
+"""What must be equal of all verifiers, in the words of a refusal."""
+
+
+def _words(value: object) -> str:
+    return str(sorted(value)) if isinstance(value, frozenset) else str(value)
 
 
 def _numerics(link: VerifierLink) -> str:
@@ -179,8 +214,10 @@ class MovingTarget:
     async def verify(self, draft: Draft) -> tuple[Verification, bool]:
         await self.room()
         session = self._session
-        if session is None or not session.is_alive:
-            self._leave(PeerLost("lost between two rounds"), was_computing=False)
+        if session is None:
+            raise UnknownSession("verified before it was opened")
+        if not session.is_alive:
+            self._leave(session.link.loss("lost between two rounds"), was_computing=False)
         elif not session.link.is_ready:
             self._leave(Draining("the verifier goes away"), was_computing=False)
         else:
@@ -219,7 +256,7 @@ class MovingTarget:
                 self._session = None
                 self._release()
             except PeerError as error:
-                self._leave(error, was_computing=True)
+                self._leave(error, was_computing=self._session is not None)
                 deadline = loop.time() + policy.no_verifier_wait_s
             else:
                 if self._numerics and self._numerics != _numerics(link):
@@ -239,8 +276,8 @@ class MovingTarget:
         if reason not in ("lost", "internal"):
             return
         self._num_moves += 1
-        # Several verifiers may freeze together: one that was ailing before it got the request is not held against it.
-        self._num_kills += was_computing and not (session is not None and session.was_in_doubt)
+        # Several verifiers may freeze together: one that was ailing before the request's turn is not held against it.
+        self._num_kills += was_computing and not (session is not None and session.is_blameless)
         if self._num_kills >= policy.max_kills:
             _log.error("request quarantined", extra={"request": self._prefix.request_id, "kills": self._num_kills})
             raise RequestPoisoned("this request was there each time a verifier failed, and is not tried again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class TargetPolicy:
     open_timeout_s: float = 300.0
     verify_timeout_s: float = 60.0
     no_verifier_wait_s: float = 10.0
-    retry_after_s: float = 5.0
+    retry_after_s: float = 1.0
     max_moves: int = 3
     max_kills: int = 2
     probation_wait_s: float = 5.0
@@ -99,6 +100,8 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         self._last_step = -1
         self._beat_step = -1
         self._num_queued = 0
+        self._retired = False
+        self._left_by_all = asyncio.Event()
 
     @property
     def load(self) -> int:
@@ -131,6 +134,29 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
     def detach(self, session: VerifySession) -> None:
         self._sessions.pop(session.session_id, None)
         self.pool.leave(session.session_id)
+        if not self._sessions:
+            self._left_by_all.set()
+
+    async def retire(self) -> None:
+        """Its address is gone: nothing new is opened here, and the stream ends when the last session has moved.
+
+        Bounded by the longest command; a session that is idle even then moves when its request goes on.
+        """
+        self._retired = self._stopped = True
+        if self.state is PeerState.READY:
+            self._set_state(PeerState.DRAINING)
+        if self._sessions:
+            self._left_by_all.clear()
+            longest_s = max(self._target_policy.open_timeout_s, self._target_policy.verify_timeout_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(longest_s):
+                    await self._left_by_all.wait()
+        await self.stop()
+
+    def loss(self, reason: str) -> PeerLost | Draining:
+        """What the end of its stream means for a session: nobody lost a verifier that was taken away."""
+        problem = f"verifier {self.address}: {reason}"
+        return Draining(problem) if self._retired else PeerLost(problem)
 
     def drop(self, reason: str) -> None:
         """Count an answer that fitted no open wait."""
@@ -221,8 +247,15 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         if sessions:
             _log.warning("verifier lost", extra={"address": self.address, "reason": reason, "sessions": len(sessions)})
         for session in sessions.values():
-            session.fail(PeerLost(f"verifier {self.address}: {reason}"))
+            session.fail(self.loss(reason))
         self.pool.clear()
+        self._left_by_all.set()
+
+    def _overflow(self, reason: str) -> None:
+        # The router's own queue is full: whatever was being computed is not why.
+        for session in self._sessions.values():
+            session.is_blameless = True
+        super()._overflow(reason)
 
     def _schedule_beat(self) -> None:
         interval = self._target_policy.heartbeat_interval_s

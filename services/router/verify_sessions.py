@@ -19,15 +19,16 @@ class VerifySession:
 
     __slots__ = (
         *("_answered", "_base_length", "_deadline", "_future", "_round_index"),
-        *("draft", "link", "session_id", "was_in_doubt"),
+        *("draft", "link", "is_blameless", "session_id"),
     )
 
     def __init__(self, link: VerifierLink, session_id: int) -> None:
         self.link = link
         self.session_id = session_id
         self.draft = Draft()
-        self.was_in_doubt = False
-        """Whether the verifier was ailing already when the last command was sent to it."""
+        self.is_blameless = False
+        """Whether the loss of the verifier cannot be this session's doing: it was ailing already when the last command
+        was sent to it, or it was given up for what the router had queued."""
         self._round_index = -1
         self._base_length = 0
         self._deadline = 0.0
@@ -48,7 +49,7 @@ class VerifySession:
         self._round_index, self._base_length, self.draft = round_index, base_length, draft
         self._deadline = loop.time() + timeout_s
         self._future = loop.create_future()
-        self.was_in_doubt = self.link.is_in_doubt
+        self.is_blameless = self.link.is_in_doubt
 
     @property
     def is_alive(self) -> bool:

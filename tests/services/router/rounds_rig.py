@@ -200,6 +200,6 @@ async def rig(
     finally:
         for pool in pools.values():
             await pool.set_addresses([])
-        await targets.set_addresses([])
+        await targets.close()
         for server in servers:
             await server.kill()

@@ -6,11 +6,13 @@ import asyncio
 import dataclasses
 
 import pytest
-from rounds_rig import FAST_TARGET, eventually, request, rig
+from rounds_rig import FAST_LINK, FAST_TARGET, eventually, request, rig
 
-from moot.core.errors import DeadlineExceeded, NoCapacity, RequestPoisoned
+from moot.core.errors import DeadlineExceeded, NoCapacity, PeerLost, RequestPoisoned
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, TcpProxy
+from moot.v1 import verifier_service_pb2 as pb
 from services.router.links import PeerState
+from services.router.ports import Prefix
 
 TEXT = ScriptedText()
 
@@ -199,6 +201,130 @@ def test_draining_verifier_is_left_without_a_failed_request() -> None:
             await router.generate(request(max_tokens=5))
             assert verifiers[0].counts["open"] == before
             await router.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_a_verifier_whose_address_is_gone_is_drained() -> None:
+    """Taken out of discovery it serves its rounds to their end; requests move at the next one, and count no loss."""
+
+    async def main() -> None:
+        verifiers = two()
+        target = dataclasses.replace(FAST_TARGET, max_kills=1)
+        async with rig(text=TEXT, verifiers=verifiers, target=target) as router:
+            asked = [request(max_tokens=100) for _ in range(4)]
+            tasks = [asyncio.create_task(router.generate(one)) for one in asked]
+            await eventually(lambda: all(verifier.num_sessions == 2 for verifier in verifiers))
+            before = verifiers[0].counts["open"]
+            await router.targets.set_addresses([verifiers[1].address])
+            outcomes = await asyncio.gather(*tasks)
+            assert [outcome.token_ids for outcome in outcomes] == [router.plain(one)[0] for one in asked]
+            assert router.counter("request_moves_total", reason="draining") == 2
+            assert router.total("request_moves_total") == 2
+            await eventually(lambda: verifiers[0].num_streams == 0)
+            assert verifiers[0].counts["open"] == before
+            assert len(router.targets.all_links) == 1
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_a_verifier_that_dies_after_its_address_has_gone_is_held_against_nobody() -> None:
+    """What was computing there when it ended moves as in a drain; the address may come back meanwhile."""
+
+    async def main() -> None:
+        verifiers = two()
+        target = dataclasses.replace(FAST_TARGET, max_kills=1, max_missed_heartbeats=1000)
+        async with rig(text=TEXT, verifiers=verifiers, target=target) as router:
+            asked = request(max_tokens=100)
+            task = asyncio.create_task(router.generate(asked))
+            await eventually(lambda: router.counter("rounds_total") > 5)
+            going = holder(verifiers)
+            (staying,) = (verifier for verifier in verifiers if verifier is not going)
+            going.freeze()
+            await router.targets.set_addresses([staying.address])
+            await router.targets.set_addresses([staying.address, going.address])
+            await eventually(lambda: sum(link.is_ready for link in router.targets.all_links) == 2)
+            await going.kill()
+            assert (await asyncio.wait_for(task, 5)).token_ids == router.plain(asked)[0]
+            assert router.counter("request_moves_total", reason="lost") == 0
+            assert router.counter("request_moves_total", reason="draining") == 1
+            await eventually(lambda: len(router.targets.all_links) == 2)
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_a_full_send_queue_is_held_against_nobody() -> None:
+    """The stream ends with what it holds, but no request killed the verifier: not the one whose command was one too
+    many, nor those that were computing."""
+
+    async def main() -> None:
+        verifier = ScriptedVerifier(TEXT)
+        verifier.step_s = 0.005
+        link_policy = dataclasses.replace(FAST_LINK, max_queued_commands=16)
+        target = dataclasses.replace(FAST_TARGET, max_kills=1)
+        async with rig(text=TEXT, verifiers=[verifier], link=link_policy, target=target) as router:
+            asked = request(max_tokens=100)
+            running = asyncio.create_task(router.generate(asked))
+            await eventually(lambda: router.counter("rounds_total") > 5)
+            (link,) = router.targets.links.values()
+
+            def fill(count: int) -> None:
+                for _ in range(count):
+                    link.send(pb.VerifyCommand(heartbeat=pb.Heartbeat()))
+
+            with pytest.raises(PeerLost):
+                fill(17)
+            assert (await running).token_ids == router.plain(asked)[0]
+            other = router.targets.target(Prefix("other", (1, 2), asked.params), 0)
+            fill(16)
+            assert len((await other.open()).output_token_ids) == 1
+            other.end(aborted=True)
+            assert router.counter("request_moves_total", reason="lost") == 2
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("other", "both"),
+    [
+        ({"model": "another"}, ("scripted", "another")),
+        ({"revision": "r2"}, ("1", "r2")),
+        ({"vocab_size": 300}, (str(TEXT.vocab_size), "300")),
+        ({"end_token_ids": frozenset({7, 3})}, (str(sorted(TEXT.end_token_ids)), "[3, 7]")),
+        ({"context_limit": 4096}, ("8192", "4096")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_verifier_of_another_model_is_refused(other: dict[str, object], both: tuple[str, str]) -> None:
+    """Whatever could make another text of a request is compared before use; the refusal says both values."""
+
+    async def main() -> None:
+        good, wrong = ScriptedVerifier(TEXT), ScriptedVerifier(TEXT)
+        wrong.info = dataclasses.replace(wrong.info, **other)  # type: ignore[arg-type]  # the names are the fields'
+        async with rig(text=TEXT, verifiers=[good]) as router, wrong:
+            await router.targets.set_addresses([good.address, wrong.address])
+            link = router.targets.links[wrong.address]
+            await eventually(lambda: link.state is PeerState.REFUSED)
+            assert all(value in (link.refusal or "") for value in both)
+            await router.generate(request(max_tokens=5))
+            assert wrong.counts["open"] == 0
+
+    asyncio.run(main())
+
+
+def test_a_longer_context_is_admitted_and_changes_no_text() -> None:
+    """The pool's limit stays what it was: a request of any length is cut at the same token on every verifier."""
+
+    async def main() -> None:
+        first, longer = ScriptedVerifier(TEXT, context_limit=64), ScriptedVerifier(TEXT, context_limit=8192)
+        async with rig(text=TEXT, verifiers=[first]) as router, longer:
+            await router.targets.set_addresses([first.address, longer.address])
+            await eventually(lambda: router.targets.links[longer.address].is_ready)
+            assert router.targets.context_limit == 64
+            assert router.targets.info == first.info
 
     asyncio.run(main())
 
