@@ -49,6 +49,7 @@ class SamplingParams:
     allowed_token_ids: frozenset[int] | None = None
     max_tokens: int = 16
     min_tokens: int = 0
+    """Tokens that come before the first one that may end the request: end and stop ids are masked until then."""
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     seed: int = 0

@@ -2,9 +2,11 @@
 
 Rules. The text is the tokens' bytes as UTF-8; bytes that can never become a character show as U+FFFD, one for each
 maximal invalid part; a character that is still incomplete when the output ends is dropped. Of several stop strings
-the one completed first counts, of those completed by the same character the longest. A token before `min_tokens`
-completes no stop string. The token that ends the request (end or stop token) has no text unless
-`include_stop_str_in_output`. The result depends on the ids alone, never on how they were split into pushes.
+the one completed first counts, of those completed by the same character the longest. The first `min_tokens`
+tokens complete no stop string, though one may begin in their text: as for end tokens, which are masked until
+`min_tokens` tokens are out, the token after them is the first that can end the request. The token that ends it (end or
+stop token) has no text unless `include_stop_str_in_output`. The result depends on the ids alone, never on how they were
+split into pushes.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ class IncrementalText:
 
     def _take(self, chars: str) -> tuple[str, str | None]:
         """Text to release after one token's `chars`, and the stop string they complete."""
-        may_stop = len(self.offsets) >= self._min_tokens
+        may_stop = len(self.offsets) > self._min_tokens
         text = self._held + chars
         begin = len(self._held)
         for index, char in enumerate(chars):
