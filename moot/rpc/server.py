@@ -104,7 +104,8 @@ async def run_until_terminated(
         serving = False
         await server.set_serving(False)
         try:
-            await asyncio.wait_for(drain(), drain_grace_s)
+            async with asyncio.timeout(drain_grace_s):
+                await drain()
         except TimeoutError:
             _log.warning("drain grace is over", extra={"grace_s": drain_grace_s})
         await server.stop(grace_s=1.0)

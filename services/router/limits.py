@@ -41,7 +41,8 @@ class Admission:
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight. False: `timeout_s` was over first."""
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

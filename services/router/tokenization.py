@@ -97,6 +97,7 @@ class PromptTokenizer:
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         future = asyncio.get_running_loop().run_in_executor(self._executor, work)
         try:
-            return await asyncio.wait_for(future, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                return await future
         except TimeoutError as error:
             raise DeadlineExceeded(f"the prompt was not tokenized within {self._timeout_s:g} s") from error
