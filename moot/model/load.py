@@ -166,7 +166,7 @@ def _prove_drivable(name: str, model: Any, shape: KvShape, limit: int) -> None:
         install(model)
         model.set_attn_implementation(ATTENTION_NAME)
         ours, seen = _drive(model, shape, token_ids, positions, (count - 5, count) if count > 5 else (count,))
-    except (TypeError, ValueError, KeyError, RuntimeError, AttributeError, NotImplementedError) as error:
+    except (ModelRefused, TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
         raise ModelRefused(f"{name}: {kind} cannot be driven: {error}") from error
     if seen != set(range(shape.num_layers)):
         raise ModelRefused(
