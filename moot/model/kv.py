@@ -89,12 +89,16 @@ class SequenceCache:
 
     @torch.inference_mode()
     def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` in all. Raises NoCapacity, and then nothing has changed."""
+        """Make room for `num_tokens` in all. Raises NoCapacity or what the allocator does; then nothing has changed."""
         missing = round_up(num_tokens, PAGE_SLOTS) - self.num_slots
         if missing <= 0:
             return
         self._pool.take(missing)
-        grown = self._allocate(self.num_slots + missing)
+        try:
+            grown = self._allocate(self.num_slots + missing)
+        except BaseException:
+            self._pool.give_back(missing)
+            raise
         grown[:, :, : self.length] = self.data[:, :, : self.length]
         self.data = grown
 

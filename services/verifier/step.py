@@ -1,7 +1,8 @@
 """One forward pass for a batch, and the sample-and-match walk for each request in it.
 
 Whatever goes wrong stays with the request that caused it: a forward pass that raises is repeated in halves until the
-guilty request is alone; one without memory is repeated smaller; a row of NaN ends its own session.
+guilty request is alone; one without memory is repeated smaller, at last without its draft; a row of NaN ends its own
+session.
 """
 
 from __future__ import annotations
@@ -75,13 +76,11 @@ class StepRunner:
 
     def _outcome(self, item: Item, result: Tensor | Exception) -> Outcome:
         try:
-            if isinstance(result, Exception):
-                raise result
             try:
                 return self._advance(item, result)
-            except RequestPoisoned:
+            except Exception as error:
                 work = item.session.work
-                if work is None or work.is_opening:
+                if work is None or work.is_opening or not _may_be_the_drafts(error, work):
                     raise
                 return self._advance(*self._without_drafts(item, work))
         except DeviceLost:
@@ -89,18 +88,16 @@ class StepRunner:
         except Exception as error:  # noqa: BLE001 - one request's failure must not reach the others
             return self._broken(item.session, error)
 
-    def _without_drafts(self, item: Item, work: Work) -> tuple[Item, Tensor]:
-        """The item of a verification that found a poisoned row, computed again as if nothing had ever been drafted.
+    def _without_drafts(self, item: Item, work: Work) -> tuple[Item, Tensor | Exception]:
+        """The item of a verification, computed again as if nothing had ever been drafted, which changes no token.
 
         Keys and values of a draft token that are not finite reach other tokens through the mask (0 times NaN is NaN),
-        but a draft decides nothing: only what plain decoding finds poisoned is poisoned. Raises what happens again.
+        and its rows need memory, but a draft decides nothing: a request fails only where plain decoding fails.
         """
         session = item.session
         session.cache.wipe()
         session.work = Work.verification(Draft(), session.max_new, work.round_index, work.arrived_ns)
         ((item, result),) = self._forward([item])
-        if isinstance(result, Exception):
-            raise result
         return item, result
 
     def _forward(self, items: Sequence[Item]) -> list[tuple[Item, Tensor | Exception]]:
@@ -110,11 +107,16 @@ class StepRunner:
                 act(found := fault("verifier.forward", item.session.request_id))
                 if found and found.action == "raise":
                     raise RuntimeError("fault point verifier.forward")
+                if found and found.action == "memory" and sum(item.num_tokens for item in items) > int(found.argument):
+                    raise torch.OutOfMemoryError("fault point verifier.forward")
             logits = self._runner.forward([_input_of(item) for item in items], self._progress)
             return list(zip(items, logits, strict=True))
         except torch.AcceleratorError as error:
             raise DeviceLost(str(error)) from error
         except Exception as error:  # noqa: BLE001 - which of the requests raised is found out by halving
+            if is_out_of_memory(error):
+                # Its frames hold what the failed pass had allocated.
+                error.__traceback__ = None
             for item in items:
                 item.session.cache.crop(item.session.cache.length)
             if len(items) > 1:
@@ -125,7 +127,10 @@ class StepRunner:
                 return self._forward([BatchItem(item.session, item.num_prefix_tokens // 2, False)])
             return [(item, error)]
 
-    def _advance(self, item: Item, logits: Tensor) -> Outcome:
+    def _advance(self, item: Item, logits: Tensor | Exception) -> Outcome:
+        """Raises what the forward pass came to, and what sampling finds; then the session has not changed."""
+        if isinstance(logits, Exception):
+            raise logits
         session = item.session
         if not item.completes or session.work is None:
             session.cache.commit(range(item.num_prefix_tokens))
@@ -197,7 +202,7 @@ class StepRunner:
     def _broken(self, session: Session, error: Exception) -> Broken:
         if isinstance(error, RequestPoisoned):
             return Broken(session, FailureCode.POISONED, str(error))
-        if isinstance(error, NoCapacity) or is_out_of_memory(error):
+        if is_out_of_memory(error):
             return Broken(session, FailureCode.NO_CAPACITY, "no memory for this request")
         # The text of an unknown error may quote what a user wrote: only its name leaves this process.
         _log.error("a request failed", exc_info=error, extra={"failed_request_id": session.request_id})
@@ -211,7 +216,13 @@ def row_of_nodes(work: Work) -> dict[int, int]:
 
 def is_out_of_memory(error: Exception) -> bool:
     """torch raises a plain RuntimeError when the host's allocator has nothing left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    kinds = NoCapacity | torch.OutOfMemoryError | MemoryError
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
+
+
+def _may_be_the_drafts(error: Exception, work: Work) -> bool:
+    """Whether a verification may succeed without what was drafted, now or (a poisoned row only) before."""
+    return isinstance(error, RequestPoisoned) or (is_out_of_memory(error) and bool(work.fed_nodes))
 
 
 def _input_of(item: Item) -> SequenceInput:

@@ -49,6 +49,25 @@ def test_growing_keeps_what_is_committed() -> None:
     assert positions(cache) == list(range(500))
 
 
+def test_slots_that_could_not_be_allocated_are_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory for it the cache does not grow, and its pool can still give what it had."""
+    pool = KvPool(SHAPE, 4 * PAGE_SLOTS)
+    cache = SequenceCache(pool)
+    cache.reserve(1)
+
+    def fail(*args: object, **kwargs: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.reserve(PAGE_SLOTS + 1)
+    assert (cache.num_slots, pool.used_tokens) == (PAGE_SLOTS, PAGE_SLOTS)
+    cache.reserve(4 * PAGE_SLOTS)
+    cache.free()
+    assert pool.used_tokens == 0
+
+
 def test_crop_forgets_and_gives_pages_back() -> None:
     """Cropping keeps at most one page more than needed, and the prefix as it was."""
     pool = KvPool(SHAPE, 8 * PAGE_SLOTS)

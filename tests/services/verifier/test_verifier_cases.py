@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 from verifier_driver import MakeEngine, Result, Script, play, run
 
 from moot import faults
 from moot.core.types import ROOT, Draft, FinishReason, SamplingParams
+from moot.model.runner import ModelRunner, SequenceInput
 from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finish, Open, Opened, Verified, Verify
 from services.verifier.engine import Engine
 from services.verifier.sessions import Work
-from services.verifier.step import StepRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 END = 258
@@ -417,40 +420,52 @@ def test_a_request_that_breaks_the_forward_pass_fails_alone(
         assert results[number].output_token_ids == expected[number]
 
 
-class LittleMemory(StepRunner):
-    """A device on which a pass of more than `most` tokens finds no memory."""
+class LittleMemory:
+    """A runner on a device on which a pass of more than `most` tokens finds no memory, nor one beside a failed one."""
 
-    most = 10
+    def __init__(self, runner: ModelRunner, most: int) -> None:
+        self._runner = runner
+        self._most = most
+        self._failed: weakref.ref[Tensor] | None = None
 
-    def _forward(self, items):  # type: ignore[no-untyped-def]
-        runner = self._runner
-
-        class Tight:
-            def forward(self, inputs, progress):  # type: ignore[no-untyped-def]
-                if sum(len(entry.token_ids) for entry in inputs) > LittleMemory.most:
-                    raise torch.OutOfMemoryError("CUDA out of memory")
-                return runner.forward(inputs, progress)
-
-        self._runner = Tight()  # type: ignore[assignment]
-        try:
-            return super()._forward(items)
-        finally:
-            self._runner = runner
+    def forward(self, inputs: Sequence[SequenceInput], progress: Callable[[], None]) -> list[Tensor]:
+        assert self._failed is None or self._failed() is None, "the pass that failed still holds its memory"
+        activations = torch.zeros(1)
+        if sum(len(entry.token_ids) for entry in inputs) > self._most:
+            self._failed = weakref.ref(activations)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._runner.forward(inputs, progress)
 
 
 def test_out_of_memory_makes_steps_smaller(make_engine: MakeEngine) -> None:
-    """Batches and prefill chunks shrink until they fit; a draft that never fits fails its own request."""
+    """Batches and prefill chunks shrink until they fit, and what failed is let go before; texts stay the same."""
     engine = make_engine()
     jobs = [((number, *range(50)), number) for number in range(1, 5)]
     expected = [one(engine, prompt, GREEDY).output_token_ids for prompt, _ in jobs]
-    steps = engine.serving.steps
-    engine.serving.steps = LittleMemory(steps._runner, steps._sampler, steps._progress)
+    engine.serving.steps._runner = LittleMemory(engine.runner, 10)  # type: ignore[assignment]  # all that a step calls
     drafts = [chain_after(text, 4) for text in expected]
     results = run(engine, [play(prompt, GREEDY, draft) for (prompt, _), draft in zip(jobs, drafts, strict=True)])
     assert [result.output_token_ids for result in results] == expected
-    wide = one(engine, [5], replace(GREEDY, max_tokens=50), lambda output: Draft.chain(tuple(range(30))))
-    assert wide.failure is not None
-    assert wide.failure.code is FailureCode.NO_CAPACITY
+
+
+@pytest.mark.parametrize("draft", [Draft.chain(tuple(range(30))), Draft(tuple(range(30)), (ROOT,) * 30)])
+def test_a_draft_without_memory_is_left_out(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, draft: Draft
+) -> None:
+    """A draft decides nothing: where it finds no memory, the round is plain decoding. Without room for one token the
+    request fails, and only that one."""
+    engine = make_engine()
+    params = replace(GREEDY, max_tokens=50)
+    expected = [one(engine, [number], params).output_token_ids for number in (5, 6)]
+    monkeypatch.setattr(faults, "_active", faults.parse_faults("verifier.forward=memory:1@tight"))
+    results = run(engine, [play([5], params, lambda _: draft, request_id="tight"), play([6], params, lambda _: draft)])
+    assert [result.output_token_ids for result in results] == expected
+    assert all(verification.num_accepted == 0 for verification in results[0].verifications)
+    monkeypatch.setattr(faults, "_active", faults.parse_faults("verifier.forward=memory:0@tight"))
+    results = run(engine, [play([5], params, request_id="tight"), play([6], params, lambda _: draft)])
+    assert results[0].failure is not None
+    assert results[0].failure.code is FailureCode.NO_CAPACITY
+    assert results[1].output_token_ids == expected[1]
 
 
 def test_overload_is_refused_at_once(make_engine: MakeEngine) -> None:

@@ -335,6 +335,21 @@ async def status_of(port: int, path: str) -> int:
     return await asyncio.to_thread(get)
 
 
+def test_a_flag_adds_vllms_names_to_the_metrics(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """A gateway that scrapes the process finds its three gauges under the name of the model that is served."""
+
+    async def main() -> None:
+        folder = model_folder("llama", "float32")
+        async with process(folder, tmp_path, "--vllm-metric-names") as (_, ports):
+            url = f"http://127.0.0.1:{ports['metrics_port']}/metrics"
+            answer = await asyncio.to_thread(urllib.request.urlopen, url, timeout=WAIT_S)
+            lines = answer.read().decode().splitlines()
+        names = {line.partition("{")[0] for line in lines if f'model_name="{folder.name}"' in line}
+        assert names == {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
+
+    asyncio.run(main())
+
+
 def test_c25_sigterm_drains_a_process(model_folder: Callable[..., Path], tmp_path: Path) -> None:
     """Readiness off first, the running session finishes, a new one is refused, exit status 0."""
 
