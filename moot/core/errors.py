@@ -11,14 +11,14 @@ MootError
 ├── NoCapacity                 nobody can serve it now; `retry_after_s`           503 UNAVAILABLE
 │   └── Draining               this pod is going away
 ├── DeadlineExceeded           a wait reached its bound                           504 DEADLINE_EXCEEDED
-├── PeerError                  about another pod
+├── PeerError                  about another pod                                  503 UNAVAILABLE
 │   ├── PeerLost               stream broken, heartbeats missed or unprogressing
 │   └── PeerRefused            other tokenizer or model than asked; never used
 ├── SessionError               one session, others go on
 │   ├── UnknownSession         open it again
-│   └── RequestPoisoned        the target's numbers are not finite for this request
+│   └── RequestPoisoned        the target's numbers are not finite for it         500 INTERNAL
 ├── ModelRefused               a model whose attention cannot be driven, named
-└── StoreError                 the record of a request
+└── StoreError                 the record of a request                            503 UNAVAILABLE
     ├── StoreUnavailable       Redis is down, slow or full
     ├── CommitFenced           another owner has claimed the request
     ├── CommitConflict         the record has another length than expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn
@@ -14,13 +15,15 @@ import grpc.aio
 from moot.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    LeaseHeld,
     ModelNotFound,
     MootError,
     NoCapacity,
-    PeerLost,
+    PeerError,
     RateLimited,
+    RequestPoisoned,
     SessionError,
-    StoreUnavailable,
+    StoreError,
     Unauthenticated,
 )
 
@@ -32,9 +35,10 @@ _CODES: tuple[tuple[type[MootError], grpc.StatusCode], ...] = (
     (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (RateLimited, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NoCapacity, grpc.StatusCode.UNAVAILABLE),
-    (StoreUnavailable, grpc.StatusCode.UNAVAILABLE),
-    (PeerLost, grpc.StatusCode.UNAVAILABLE),
+    (StoreError, grpc.StatusCode.UNAVAILABLE),
+    (PeerError, grpc.StatusCode.UNAVAILABLE),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (RequestPoisoned, grpc.StatusCode.INTERNAL),
     (SessionError, grpc.StatusCode.ABORTED),
 )
 
@@ -42,6 +46,13 @@ _CODES: tuple[tuple[type[MootError], grpc.StatusCode], ...] = (
 def status_of(error: MootError) -> grpc.StatusCode:
     """The status code of an error; the first matching class of the tree decides."""
     return next((code for cls, code in _CODES if isinstance(error, cls)), grpc.StatusCode.INTERNAL)
+
+
+def retry_after_s(error: MootError) -> float | None:
+    """Seconds until it is worth another try; None when the same call fails again."""
+    if isinstance(error, NoCapacity | RateLimited | LeaseHeld):
+        return error.retry_after_s
+    return 1.0 if status_of(error) is grpc.StatusCode.UNAVAILABLE else None
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
@@ -52,8 +63,10 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
     metadata = []
     if isinstance(error, InvalidRequest) and error.param:
         metadata.append(("moot-param", error.param))
-    if isinstance(error, NoCapacity | RateLimited):
-        metadata.append(("retry-after", str(max(1, round(error.retry_after_s)))))
+    if isinstance(error, ModelNotFound):
+        metadata.append(("moot-param", "model"))
+    if (seconds := retry_after_s(error)) is not None:
+        metadata.append(("retry-after", str(max(1, math.ceil(seconds)))))
     await context.abort(status_of(error), str(error), tuple(metadata))
 
 

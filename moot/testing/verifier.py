@@ -77,6 +77,7 @@ class ScriptedVerifier:
         self.answer_heartbeats = True
         self.counts: Counter[str] = Counter()
         """Commands seen by name, `streams`, and `opens_with_candidates`."""
+        self.cache_salts: set[str] = set()
         self.largest_batch = 0
         self.largest_queue = 0
         self._server = InProcessServer(
@@ -232,6 +233,7 @@ class ScriptedVerifier:
         opening = command.open
         self._fail_on_purpose(opening.request_id)
         self.counts["opens_with_candidates"] += opening.num_top_candidates > 0
+        self.cache_salts.add(opening.cache_salt)
         prefix = [*opening.prompt_token_ids, *opening.output_token_ids]
         params = convert.sampling_from_pb(opening.sampling)
         if len(prefix) >= self.info.context_limit:

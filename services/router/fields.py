@@ -80,16 +80,18 @@ def is_text(value: object) -> bool:
 class Fields:
     """The fields of one JSON object. null is the same as absent. `finish` refuses what nobody asked for.
 
-    `path`: how errors name this object, for example `messages[2].`.
+    `path`: how errors name this object, for example `messages[2].`; `names`: how they name those of its fields that
+    the caller's API calls otherwise.
     """
 
-    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+    def __init__(self, values: Mapping[str, Any], path: str = "", names: Mapping[str, str] | None = None) -> None:
         self._values = values
         self._path = path
+        self._names = names or {}
         self._read: set[str] = set()
 
     def name(self, field: str) -> str:
-        return self._path + field
+        return self._path + self._names.get(field, field)
 
     def take(self, field: str) -> Any:
         """The raw value; None when absent or null."""

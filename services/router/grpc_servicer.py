@@ -28,6 +28,13 @@ from services.router.validation import CommonBody, parse_chat, parse_completion,
 
 _NAMED_OTHERWISE = frozenset({"chat", "prompt", "prompt_token_ids", "logit_bias", "seed"})
 
+_NAMES: dict[str, dict[str, str]] = {
+    "chat": {"messages": "chat.messages", "top_logprobs": "logprobs"},
+    "prompt": {},
+    "prompt_token_ids": {"prompt": "prompt_token_ids"},
+}
+"""Per input: what errors call a field of the HTTP API whose name here is another one."""
+
 
 class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
     """`front` is shared with the HTTP app: one admission, one set of limits, one drain."""
@@ -69,35 +76,41 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         front, values = self._front, _fields(request)
         drafter_ids = front.state.drafter_ids()
         kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequest("one of chat, prompt and prompt_token_ids is required", "input")
+        names = _NAMES[kind]
         prompts: tuple[tuple[int, ...], ...]
         if kind == "chat":
             if "logprobs" in values:
                 values["top_logprobs"], values["logprobs"] = values["logprobs"], True
             values["messages"] = [{"role": turn.role, "content": turn.content} for turn in request.chat.messages]
-            chat = parse_chat(values, front.settings, info, drafter_ids)
+            chat = parse_chat(values, front.settings, info, drafter_ids, names)
             ticket.grow(chat.common.n)
             ids = await front.tokenizer.encode_chat(
                 chat.messages,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
                 context_limit=info.context_limit,
+                param=names["messages"],
             )
             common, prompts = chat.common, (ids,)
-        elif kind is None:
-            raise InvalidRequest("one of chat, prompt and prompt_token_ids is required", "input")
         else:
             ids_given = list(request.prompt_token_ids.token_ids)
             values["prompt"] = request.prompt if kind == "prompt" else ids_given
-            completion = parse_completion(values, front.settings, info, drafter_ids)
+            completion = parse_completion(values, front.settings, info, drafter_ids, names)
             common = completion.common
             ticket.grow(common.n)
             if kind == "prompt":
                 prompts = await front.tokenizer.encode(
-                    [request.prompt], add_special_tokens=True, context_limit=info.context_limit, param="prompt"
+                    [request.prompt],
+                    add_special_tokens=completion.add_special_tokens,
+                    context_limit=info.context_limit,
+                    param="prompt",
                 )
             else:
                 prompts = (tuple(ids_given),)
-        return plan_requests(common, prompts, info, base_id, caller, "", kind), common
+        param = names["messages"] if kind == "chat" else kind
+        return plan_requests(common, prompts, info, base_id, caller, "", param), common
 
     def _choices(self, requests: tuple[GenerationRequest, ...], common: CommonBody, info: ModelInfo) -> list[Choice]:
         stops = StopStrings(common.stops)
@@ -133,7 +146,7 @@ def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
 
 
 def _response(choice: Choice, chunk: GenerationChunk) -> pb.GenerateResponse:
-    return pb.GenerateResponse(
+    response = pb.GenerateResponse(
         request_id=choice.request.request_id,
         choice_index=choice.index,
         text=chunk.text,
@@ -141,7 +154,13 @@ def _response(choice: Choice, chunk: GenerationChunk) -> pb.GenerateResponse:
         logprobs=[convert.logprobs_to_pb(entry) for entry in chunk.logprobs],
         finish_reason=convert.finish_to_pb(chunk.finish_reason),
         metrics=None if chunk.metrics is None else _metrics(chunk.metrics),
+        durable=chunk.durable,
     )
+    if isinstance(chunk.stop_reason, str):
+        response.stop_string = chunk.stop_reason
+    elif chunk.stop_reason is not None:
+        response.stop_token_id = chunk.stop_reason
+    return response
 
 
 def _metrics(metrics: GenerationMetrics) -> pb.GenerationMetrics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moot.core.errors import ContextLengthExceeded
+from moot.core.errors import ContextLengthExceeded, InvalidRequest
 from moot.core.types import ModelInfo
 from services.router.fields import Fields, is_integer, is_text
 from services.router.settings import HttpSettings
@@ -28,7 +28,7 @@ def read_prompts(fields: Fields, settings: HttpSettings, info: ModelInfo) -> tup
         if is_text(item):
             prompts.append(item)
         elif isinstance(item, list) and len(item) > info.context_limit:
-            raise too_long(len(item), info, "prompt")
+            raise too_long(len(item), info, fields.name("prompt"))
         elif isinstance(item, list) and all(is_integer(index) and 0 <= index < info.vocab_size for index in item):
             prompts.append(tuple(item))
         else:
@@ -55,8 +55,9 @@ def read_messages(fields: Fields, settings: HttpSettings) -> tuple[dict[str, str
 
 def _message(fields: Fields, index: int, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
-        fields.fail(f"messages[{index}]", "must be an object")
-    message = Fields(value, f"messages[{index}].")
+        name = f"{fields.name('messages')}[{index}]"
+        raise InvalidRequest(f"`{name}` must be an object", name)
+    message = Fields(value, f"{fields.name('messages')}[{index}].")
     role = message.take("role")
     if not isinstance(role, str) or role not in _ROLES:
         message.fail("role", f"must be one of {', '.join(_ROLES)}")

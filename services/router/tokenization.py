@@ -46,12 +46,13 @@ class PromptTokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool,
         context_limit: int,
+        param: str,
     ) -> tuple[int, ...]:
         """Ids of the conversation in the model's chat template. InvalidRequest: there is none, or it refuses."""
         if not self._tokenizer.chat_template:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
+            raise InvalidRequest("this model has no chat template; give it a prompt (/v1/completions) instead", param)
         size = sum(len(message["content"].encode("utf-8")) for message in messages)
-        self._check_size(size, context_limit, "messages")
+        self._check_size(size, context_limit, param)
 
         def render_and_encode() -> tuple[int, ...]:
             try:
@@ -67,7 +68,7 @@ class PromptTokenizer:
             except (TemplateError, TypeError, ValueError) as error:
                 # A bare TemplateError is the template's own sentence to the caller; the others quote anything.
                 said = str(error)[:200] if type(error) is TemplateError else "not in a form it can render"
-                raise InvalidRequest(f"the chat template refuses the messages: {said}", "messages") from error
+                raise InvalidRequest(f"the chat template refuses the messages: {said}", param) from error
             return tuple(int(index) for index in ids)
 
         return await self._run(render_and_encode)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,10 +69,14 @@ class ChatBody:
 
 
 def parse_completion(
-    values: dict[str, Any], settings: HttpSettings, info: ModelInfo, drafter_ids: frozenset[str] | None
+    values: dict[str, Any],
+    settings: HttpSettings,
+    info: ModelInfo,
+    drafter_ids: frozenset[str] | None,
+    names: Mapping[str, str] | None = None,
 ) -> CompletionBody:
-    """Raises InvalidRequest with `param`, or ModelNotFound."""
-    fields = Fields(values)
+    """Raises InvalidRequest with `param`, or ModelNotFound. `names`: see Fields."""
+    fields = Fields(values, names=names)
     model = _model(fields, settings)
     prompts = read_prompts(fields, settings, info)
     num_logprobs = fields.integer("logprobs", 0, settings.max_logprobs)
@@ -88,10 +93,14 @@ def parse_completion(
 
 
 def parse_chat(
-    values: dict[str, Any], settings: HttpSettings, info: ModelInfo, drafter_ids: frozenset[str] | None
+    values: dict[str, Any],
+    settings: HttpSettings,
+    info: ModelInfo,
+    drafter_ids: frozenset[str] | None,
+    names: Mapping[str, str] | None = None,
 ) -> ChatBody:
-    """Raises InvalidRequest with `param`, or ModelNotFound."""
-    fields = Fields(values)
+    """Raises InvalidRequest with `param`, or ModelNotFound. `names`: see Fields."""
+    fields = Fields(values, names=names)
     model = _model(fields, settings)
     messages = read_messages(fields, settings)
     wants_logprobs = fields.boolean("logprobs")

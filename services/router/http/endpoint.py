@@ -155,6 +155,7 @@ class GenerationEndpoint:
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
                 context_limit=info.context_limit,
+                param="messages",
             )
             prompts: tuple[tuple[int, ...], ...] = (ids,)
             echoes = [""] * common.n

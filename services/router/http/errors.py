@@ -43,6 +43,8 @@ def describe(error: BaseException) -> ErrorReply:
             return _reply(504, error, "timeout_error", "deadline_exceeded")
         case errors.PeerError():
             return _retry(_reply(503, error, "service_unavailable_error", "peer_lost"), 1.0)
+        case errors.LeaseHeld():
+            return _retry(_reply(503, error, "service_unavailable_error", "store"), error.retry_after_s)
         case errors.StoreError():
             return _retry(_reply(503, error, "service_unavailable_error", "store"), 1.0)
         case errors.RequestPoisoned():

@@ -105,6 +105,7 @@ def test_a_tokenizer_without_chat_template() -> None:
                 add_generation_prompt=True,
                 continue_final_message=False,
                 context_limit=100,
+                param="messages",
             )
         prompts.close()
 

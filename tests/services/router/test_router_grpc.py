@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from rounds_rig import Rig, eventually, rig
+from rounds_rig import Rig, eventually, request, rig
 
+from moot.core import errors
 from moot.core.errors import NoCapacity
 from moot.core.noise import choice_seed
 from moot.core.types import SamplingParams
+from moot.rpc.interceptors import retry_after_s, status_of
 from moot.rpc.link import LinkConfig
 from moot.testing import (
     InProcessServer,
@@ -28,9 +31,13 @@ from moot.testing import (
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc, token_pb2
 from services.router.auth import ApiKeys
-from services.router.grpc_servicer import RouterServicer
+from services.router.grpc_servicer import RouterServicer, _response
 from services.router.http import HttpSettings, StaticFrontState, create_app
 from services.router.http.endpoint import Front
+from services.router.http.errors import describe
+from services.router.http.running import Choice
+from services.router.store import StoreConfig, open_store
+from services.router.types import GenerationChunk
 
 TEXT = ScriptedText(end_period=200)
 TOKENIZER = byte_tokenizer()
@@ -56,11 +63,11 @@ class Served:
 
 
 @asynccontextmanager
-async def served(keys: ApiKeys | None = None, **settings: Any) -> AsyncIterator[Served]:
+async def served(keys: ApiKeys | None = None, store: Any = None, **settings: Any) -> AsyncIterator[Served]:
     verifier = ScriptedVerifier(TEXT)
     verifier.step_s = 0.001
     drafters = {"good": [ScriptedDrafter(TEXT, spoil=0.3)]}
-    async with rig(text=TEXT, verifiers=[verifier], drafters=drafters) as router:
+    async with rig(text=TEXT, verifiers=[verifier], drafters=drafters, store=store) as router:
         state = StaticFrontState(router.targets.info, drafters=router.electorate.drafter_ids)
         http = HttpSettings(served_model_names=("scripted",), **settings)
         app = create_app(router.rounds, TOKENIZER, http, state=state, metrics=router.metrics, api_keys=keys)
@@ -83,6 +90,10 @@ def ids(responses: list[pb.GenerateResponse], index: int = 0) -> tuple[int, ...]
     return tuple(token for response in responses if response.choice_index == index for token in response.token_ids)
 
 
+def turns(content: str, role: str = "user") -> pb.ChatMessages:
+    return pb.ChatMessages(messages=[pb.ChatMessage(role=role, content=content)])
+
+
 def test_prompt_chat_and_ids_give_the_target_s_text() -> None:
     """The three inputs are the HTTP API's; defaults are its defaults; the last message has reason and metrics."""
 
@@ -92,8 +103,7 @@ def test_prompt_chat_and_ids_give_the_target_s_text() -> None:
             assert ids(by_text) == expected("hello", 5)
             by_ids = await router.call(prompt_token_ids=pb.TokenIds(token_ids=b"hello"), seed=5)
             assert ids(by_ids) == ids(by_text)
-            turns = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
-            chat = await router.call(chat=turns, seed=2**64 - 3, max_tokens=20)
+            chat = await router.call(chat=turns("hi"), seed=2**64 - 3, max_tokens=20)
             assert ids(chat) == expected("user: hi\nassistant: ", 2**64 - 3, max_tokens=20)
             last = by_text[-1]
             assert last.finish_reason == token_pb2.FINISH_REASON_LENGTH
@@ -135,6 +145,92 @@ def test_parameters_reach_the_target() -> None:
     asyncio.run(main())
 
 
+def test_text_fields_and_ends_are_those_of_http() -> None:
+    """What is shown of special tokens and stops, how a chat is written, and why a choice ended."""
+
+    async def main() -> None:
+        async with served() as router:
+            greedy = {"prompt": "hello", "temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+            plain = await router.call(**greedy)
+            assert plain[-1].WhichOneof("stop_reason") is None
+            text = "".join(response.text for response in plain)
+            stop = next(char for char in text if char != "\ufffd")
+            for kept in (False, True):
+                cut = await router.call(**greedy, stop=[stop], include_stop_str_in_output=kept)
+                shown = "".join(response.text for response in cut)
+                assert shown == text[: text.index(stop) + kept]
+                assert cut[-1].WhichOneof("stop_reason") == "stop_string"
+                assert cut[-1].stop_string == stop
+            by_id = await router.call(**greedy, stop_token_ids=[ids(plain)[2]])
+            assert by_id[-1].WhichOneof("stop_reason") == "stop_token_id"
+            assert by_id[-1].stop_token_id == ids(plain)[2]
+
+            past_the_end = greedy | {"max_tokens": 210}
+            for skipped in (True, False):
+                answer = await router.call(**past_the_end, skip_special_tokens=skipped)
+                assert TOKENIZER.eos_token_id in ids(answer)
+                assert (TOKENIZER.eos_token in "".join(response.text for response in answer)) is not skipped
+
+            asked = {"chat": turns("hi"), "seed": 4}
+            bare = await router.call(**asked, max_tokens=9, add_generation_prompt=False)
+            assert ids(bare) == expected("user: hi\n", 4, max_tokens=9)
+            going_on = await router.call(**asked, max_tokens=9, continue_final_message=True)
+            assert ids(going_on) == expected("user: hi", 4, max_tokens=9)
+
+            salts = router.router.verifiers[0].cache_salts
+            salts.clear()
+            for salt in ("a", "b", "a"):
+                await router.call(prompt="hello", cache_salt=salt)
+            assert len(salts) == 2
+            await router.router.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_an_answer_without_a_record_says_so() -> None:
+    """With the server of records unreachable the text is the same, and no message is durable."""
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            store = await open_store(StoreConfig(url="redis://127.0.0.1:1/0"))
+            stack.push_async_callback(store.close)
+            router = await stack.enter_async_context(served(store=store))
+            answer = await router.call(prompt="hello", seed=5)
+            assert ids(answer) == expected("hello", 5)
+            assert not any(response.durable for response in answer)
+
+    asyncio.run(main())
+    choice = Choice(0, request(), text=None)  # type: ignore[arg-type]  # it has no text of its own to make here
+    assert _response(choice, GenerationChunk("a", (1,), durable=True)).durable
+
+
+_HTTP_CLASS = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    500: grpc.StatusCode.INTERNAL,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+def test_every_error_is_of_one_class_on_both_fronts() -> None:
+    """A caller that retries by status does the same on HTTP and on gRPC, after the same time."""
+    classes = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.MootError)]
+    assert len(classes) > 20
+    # A session is between pods: no caller ever has one.
+    for cls in set(classes) - {errors.SessionError, errors.UnknownSession}:
+        error = (
+            cls("x", 2.5) if issubclass(cls, errors.NoCapacity | errors.RateLimited | errors.LeaseHeld) else cls("x")
+        )
+        reply = describe(error)
+        assert status_of(error) is _HTTP_CLASS[reply.status], cls
+        seconds = retry_after_s(error)
+        assert reply.headers.get("retry-after") == (None if seconds is None else str(math.ceil(seconds))), cls
+
+
 def test_errors_are_status_codes_with_their_field() -> None:
     """INVALID_ARGUMENT with `moot-param`, NOT_FOUND, and the next good call works."""
 
@@ -147,12 +243,22 @@ def test_errors_are_status_codes_with_their_field() -> None:
                 ("top_p", {"prompt": "x", "top_p": 0}),
                 ("logit_bias", {"prompt": "x", "logit_bias": {999: 1.0}}),
                 ("prompt", {"prompt": ""}),
-                ("prompt", {"prompt_token_ids": pb.TokenIds(token_ids=[999])}),
+                ("prompt_token_ids", {"prompt_token_ids": pb.TokenIds(token_ids=[999])}),
+                ("prompt_token_ids", {"prompt_token_ids": pb.TokenIds()}),
+                ("prompt_token_ids", {"prompt_token_ids": pb.TokenIds(token_ids=[1] * 9000)}),
+                ("prompt", {"prompt": "x" * 8192}),
+                ("chat.messages", {"chat": pb.ChatMessages()}),
+                ("chat.messages", {"chat": turns("x" * 8192)}),
+                ("chat.messages[0].role", {"chat": turns("x", role="nobody")}),
+                ("logprobs", {"chat": turns("x"), "logprobs": 21}),
+                ("logprobs", {"prompt": "x", "logprobs": 21}),
+                ("continue_final_message", {"prompt": "x", "continue_final_message": True}),
+                ("add_special_tokens", {"chat": turns("x"), "add_special_tokens": True}),
                 ("input", {}),
             ):
                 error = await router.refused(**fields)
                 assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, field
-                assert ("moot-param", field) in tuple(error.trailing_metadata() or ())
+                assert ("moot-param", field) in tuple(error.trailing_metadata() or ()), field
             assert (await router.refused(prompt="x", model="other")).code() is grpc.StatusCode.NOT_FOUND
             assert ids(await router.call(prompt="hello", seed=5)) == expected("hello", 5)
             await router.router.nothing_left()
