@@ -35,10 +35,6 @@ class TcpProxy:
         assert self._server is not None, "not started"
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
-    @property
-    def num_connections(self) -> int:
-        return len(self._writers) // 2
-
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
 

@@ -101,10 +101,6 @@ class Scheduler(Generic[SessionT]):
         return len(self._waiting)
 
     @property
-    def num_waiting_tokens(self) -> int:
-        return sum(session.num_missing for session in self._waiting.values())
-
-    @property
     def num_used_pages(self) -> int:
         return sum(self._pages(session) for session in self._admitted.values())
 
@@ -123,9 +119,6 @@ class Scheduler(Generic[SessionT]):
         self._admitted.pop(session.arrival, None)
         self._waiting.pop(session.arrival, None)
         self._turn.pop(session.arrival, None)
-
-    def is_admitted(self, session: SessionT) -> bool:
-        return session.arrival in self._admitted
 
     def rearrange(self) -> Changes[SessionT]:
         """Rules 1 and 2, at the beginning of a step."""
