@@ -1,4 +1,4 @@
-"""Everything a drafter can be told, every bound and every wait: defaults stand here and nowhere else."""
+"""Everything a drafter can be told, every bound and every wait. A default stands once: here, or in LinkConfig."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from moot.config import option as setting
 from moot.core.errors import ConfigError
 from moot.rpc.link import LinkConfig
+
+_LINK = LinkConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +43,13 @@ class DrafterConfig:
     drain_grace_s: float = setting(10.0, help="seconds that peers may take to leave after SIGTERM")
     stop_timeout_s: float = setting(10.0, help="seconds to wait for the drafting thread when stopping")
 
-    max_message_bytes: int = setting(16 * 1024 * 1024, help="size limit of one frame, equal on both sides")
-    keepalive_time_ms: int = setting(5_000, help="milliseconds between keepalive pings, equal on both sides")
-    keepalive_timeout_ms: int = setting(3_000, help="milliseconds until an unanswered ping ends the connection")
+    max_message_bytes: int = setting(_LINK.max_message_bytes, help="size limit of one frame, equal on both sides")
+    keepalive_time_ms: int = setting(
+        _LINK.keepalive_time_ms, help="milliseconds between keepalive pings, equal on both sides"
+    )
+    keepalive_timeout_ms: int = setting(
+        _LINK.keepalive_timeout_ms, help="milliseconds until an unanswered ping ends the connection"
+    )
 
     def __post_init__(self) -> None:
         """Raises ConfigError for values that cannot work, and for options that are not name=value."""

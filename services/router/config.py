@@ -1,4 +1,4 @@
-"""Everything a router can be told, every bound and every wait: defaults stand here and nowhere else."""
+"""Everything a router can be told, every bound and every wait. A default stands once: where the value acts, or here."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from services.router.settings import HttpSettings
 from services.router.store.config import MODES, StoreConfig
 from services.router.strikes import StrikePolicy
 from services.router.verifiers import TargetPolicy
+
+_BALLOT, _STRIKES, _TARGET, _LINK_POLICY = BallotPolicy(), StrikePolicy(), TargetPolicy(), LinkPolicy()
+_STORE, _HTTP = StoreConfig(url=""), HttpSettings(served_model_names=())
 
 _MAY_BE_ZERO = frozenset(
     (
@@ -57,49 +60,93 @@ class RouterConfig:
     length: str = option("goodput", help="how K is chosen, the tokens asked of the drafters", choices=LENGTHS)
     num_speculative_tokens: int = option(8, help="greatest K; 0: no drafting at all")
     max_draft_tokens: int = option(16, help="tokens of one draft, all branches of a tree together")
-    proposal_width: int = option(1, help="proposals that one drafter may make for a round")
-    num_top_candidates: int = option(8, help="likely ids reported for drafters that live from them (recycling)")
+    proposal_width: int = option(_BALLOT.width, help="proposals that one drafter may make for a round")
+    num_top_candidates: int = option(
+        _BALLOT.num_top_candidates, help="likely ids reported for drafters that live from them (recycling)"
+    )
 
-    vote_soft_deadline_ms: float = option(50.0, help="milliseconds after which a quorum of the drafters suffices")
-    vote_hard_deadline_ms: float = option(250.0, help="milliseconds after which a round goes on with what has come")
-    vote_quorum: float = option(0.5, help="share of the drafters asked that suffices, 0 to 1")
-    max_strikes: int = option(3, help="late or malformed answers until a drafter is ejected")
-    eject_s: float = option(30.0, help="seconds of the first ejection; the n-th in a row lasts n times as long")
-    drafter_warm_up_s: float = option(2.0, help="seconds in which a drafter may read a prompt before lateness counts")
-    strike_memory_s: float = option(300.0, help="seconds after which malformed answers and ejections are forgotten")
+    vote_soft_deadline_ms: float = option(
+        _BALLOT.soft_deadline_s * 1000, help="milliseconds after which a quorum of the drafters suffices"
+    )
+    vote_hard_deadline_ms: float = option(
+        _BALLOT.hard_deadline_s * 1000, help="milliseconds after which a round goes on with what has come"
+    )
+    vote_quorum: float = option(_BALLOT.quorum, help="share of the drafters asked that suffices, 0 to 1")
+    max_strikes: int = option(_STRIKES.max_strikes, help="late or malformed answers until a drafter is ejected")
+    eject_s: float = option(
+        _STRIKES.eject_s, help="seconds of the first ejection; the n-th in a row lasts n times as long"
+    )
+    drafter_warm_up_s: float = option(
+        _STRIKES.warm_up_s, help="seconds in which a drafter may read a prompt before lateness counts"
+    )
+    strike_memory_s: float = option(
+        _STRIKES.memory_s, help="seconds after which malformed answers and ejections are forgotten"
+    )
 
-    heartbeat_interval_s: float = option(1.0, help="seconds between heartbeats to a verifier")
-    max_missed_heartbeats: int = option(3, help="missed or unprogressing heartbeats until a verifier is lost")
-    open_timeout_s: float = option(300.0, help="seconds for a verifier to read a prompt, its queue included")
-    verify_timeout_s: float = option(60.0, help="seconds for a verifier to answer a draft, the pool included")
-    no_verifier_wait_s: float = option(10.0, help="seconds a request waits while no verifier can take it; then 503")
-    capacity_retry_s: float = option(0.1, help="seconds until a full verifier is asked again")
-    max_moves: int = option(3, help="lost verifiers that one request survives")
-    max_kills: int = option(2, help="lost verifiers that were computing a request until it is not tried again")
-    probation_wait_s: float = option(5.0, help="seconds such a request waits to be tried without other suspects")
+    heartbeat_interval_s: float = option(_TARGET.heartbeat_interval_s, help="seconds between heartbeats to a verifier")
+    max_missed_heartbeats: int = option(
+        _TARGET.max_missed_heartbeats, help="missed or unprogressing heartbeats until a verifier is lost"
+    )
+    open_timeout_s: float = option(
+        _TARGET.open_timeout_s, help="seconds for a verifier to read a prompt, its queue included"
+    )
+    verify_timeout_s: float = option(
+        _TARGET.verify_timeout_s, help="seconds for a verifier to answer a draft, the pool included"
+    )
+    no_verifier_wait_s: float = option(
+        _TARGET.no_verifier_wait_s, help="seconds a request waits while no verifier can take it; then 503"
+    )
+    capacity_retry_s: float = option(_TARGET.capacity_retry_s, help="seconds until a full verifier is asked again")
+    max_moves: int = option(_TARGET.max_moves, help="lost verifiers that one request survives")
+    max_kills: int = option(
+        _TARGET.max_kills, help="lost verifiers that were computing a request until it is not tried again"
+    )
+    probation_wait_s: float = option(
+        _TARGET.probation_wait_s, help="seconds such a request waits to be tried without other suspects"
+    )
 
-    backoff_min_s: float = option(0.1, help="seconds until a lost peer is connected to again, at first")
-    backoff_max_s: float = option(5.0, help="seconds until then at most")
-    refused_retry_s: float = option(10.0, help="seconds until a peer with another tokenizer or model is asked again")
-    max_queued_commands: int = option(8192, help="commands to one peer not yet sent; past it the stream is ended")
-    describe_timeout_ms: int = option(2_000, help="milliseconds to connect to a peer and hear what it is")
-    max_message_bytes: int = option(16 * 1024 * 1024, help="size limit of one frame, equal on both sides")
-    keepalive_time_ms: int = option(5_000, help="milliseconds between keepalive pings, equal on both sides")
-    keepalive_timeout_ms: int = option(3_000, help="milliseconds until an unanswered ping ends the connection")
+    backoff_min_s: float = option(
+        _LINK_POLICY.backoff_min_s, help="seconds until a lost peer is connected to again, at first"
+    )
+    backoff_max_s: float = option(_LINK_POLICY.backoff_max_s, help="seconds until then at most")
+    refused_retry_s: float = option(
+        _LINK_POLICY.refused_retry_s, help="seconds until a peer with another tokenizer or model is asked again"
+    )
+    max_queued_commands: int = option(
+        _LINK_POLICY.max_queued_commands, help="commands to one peer not yet sent; past it the stream is ended"
+    )
+    describe_timeout_ms: int = option(
+        _LINK_POLICY.link.describe_timeout_ms, help="milliseconds to connect to a peer and hear what it is"
+    )
+    max_message_bytes: int = option(
+        _LINK_POLICY.link.max_message_bytes, help="size limit of one frame, equal on both sides"
+    )
+    keepalive_time_ms: int = option(
+        _LINK_POLICY.link.keepalive_time_ms, help="milliseconds between keepalive pings, equal on both sides"
+    )
+    keepalive_timeout_ms: int = option(
+        _LINK_POLICY.link.keepalive_timeout_ms, help="milliseconds until an unanswered ping ends the connection"
+    )
 
     redis_url: str | None = option(None, help="server of request records, redis://host:port/0 (none: memory only)")
-    store_mode: str = option("degrade", help="what an unreachable server of records means", choices=MODES)
-    store_prefix: str = option("moot", help="first part of every key on it")
-    store_timeout_s: float = option(0.1, help="seconds that one attempt on it may take")
-    store_lease_s: float = option(5.0, help="seconds of silence after which another router may take a request over")
+    store_mode: str = option(_STORE.mode, help="what an unreachable server of records means", choices=MODES)
+    store_prefix: str = option(_STORE.prefix, help="first part of every key on it")
+    store_timeout_s: float = option(_STORE.timeout_s, help="seconds that one attempt on it may take")
+    store_lease_s: float = option(
+        _STORE.lease_s, help="seconds of silence after which another router may take a request over"
+    )
 
     api_key: tuple[str, ...] = option((), help="keys that callers must show (none, and no file: everybody may call)")
     api_keys_file: Path | None = option(None, help="file of sha256 hashes of further keys, one a line")
-    max_body_bytes: int = option(8 * 1024 * 1024, help="size limit of a request body")
-    max_choices_in_flight: int = option(1024, help="choices generated at a time; one more is refused with 503")
-    max_choices_per_key: int = option(256, help="choices of one API key at a time; one more is refused with 429")
+    max_body_bytes: int = option(_HTTP.max_body_bytes, help="size limit of a request body")
+    max_choices_in_flight: int = option(
+        _HTTP.max_choices_in_flight, help="choices generated at a time; one more is refused with 503"
+    )
+    max_choices_per_key: int = option(
+        _HTTP.max_choices_per_key, help="choices of one API key at a time; one more is refused with 429"
+    )
     max_buffered_spans: int = option(64, help="rounds that a slow reader may lag behind before its request pauses")
-    retry_after_s: float = option(1.0, help="seconds that a refused caller is told to wait")
+    retry_after_s: float = option(_HTTP.retry_after_s, help="seconds that a refused caller is told to wait")
     drain_grace_s: float = option(20.0, help="seconds that running requests may finish in after SIGTERM")
     stall_limit_s: float = option(10.0, help="seconds without a turn of the event loop until /livez says no")
 

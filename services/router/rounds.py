@@ -55,7 +55,7 @@ class Rounds:
         store: RequestStore,
         model: ServedModel,
         metrics: Metrics,
-        max_buffered_spans: int = 64,
+        max_buffered_spans: int,
     ) -> None:
         self._targets = targets
         self._electorate = electorate

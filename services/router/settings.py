@@ -15,7 +15,7 @@ class HttpSettings:
 
     served_model_names: tuple[str, ...]
     """Names accepted as `model`; the first is used in answers to requests that name none."""
-    max_body_bytes: int = 4 * 1024 * 1024
+    max_body_bytes: int = 8 * 1024 * 1024
     max_json_depth: int = 32
     max_json_values: int = 250_000
     """Numbers, texts, lists and objects in a body, beside a prompt of ids that fills the context."""
@@ -49,8 +49,8 @@ class HttpSettings:
     """Chunks of one request waiting for a slow reader; a full buffer pauses that request only."""
     send_timeout_s: float = 60.0
     """A reader that takes nothing for so long is dropped."""
-    chunk_timeout_s: float = 600.0
-    """Longest wait for a choice's next chunk, prefill and queue included."""
+    chunk_timeout_s: float = 1300.0
+    """Longest wait for a choice's next chunk: every wait that a request survives, prefill and queue included."""
     abort_timeout_s: float = 10.0
     """For an aborted generation to let go."""
 

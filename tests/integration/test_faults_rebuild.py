@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from asking import Ask
 from faulty import STEP_DELAY, Rig, body
-from processes import System, running
+from whole_system import System, running
 
 from moot.core.errors import CommitFenced, LeaseHeld
 from moot.core.types import FinishReason
@@ -105,7 +105,7 @@ async def fresh_router(system: System) -> AsyncIterator[FreshRouter]:
     model = ServedModel("tiny", tokenizer_fingerprint(tokenizer))
     peers.start()
     try:
-        rounds = Rounds(peers.targets, peers.electorate, store, model, metrics)
+        rounds = Rounds(peers.targets, peers.electorate, store, model, metrics, config.max_buffered_spans)
         yield FreshRouter(rounds, store, TokenBytes(tokenizer))
         assert rounds.num_running == 0
     finally:

@@ -25,12 +25,21 @@ from moot.config import load_config
 from moot.core.errors import ConfigError
 from moot.core.noise import choice_seed
 from moot.core.types import SamplingParams
+from moot.rpc.link import LinkConfig
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, byte_tokenizer
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
+from services.drafter.config import DrafterConfig
 from services.router.config import RouterConfig
+from services.router.electorate import BallotPolicy
 from services.router.lifecycle import serve
+from services.router.links import LinkPolicy
+from services.router.settings import HttpSettings
+from services.router.store import StoreConfig
+from services.router.strikes import StrikePolicy
+from services.router.verifiers import TargetPolicy
+from services.verifier.config import VerifierConfig
 
 TEXT = ScriptedText()
 
@@ -204,6 +213,19 @@ def test_router_config_names_what_is_wrong(flags: list[str], word: str) -> None:
     """Values that cannot work are errors that name the option."""
     with pytest.raises(ConfigError, match=word):
         load_config(RouterConfig, ["--model", "m", *flags], {})
+
+
+def test_a_default_is_the_same_wherever_a_part_is_made() -> None:
+    """A router that is told nothing makes every part as the part makes itself; likewise the peers' side of a link."""
+    config = load_config(RouterConfig, ["--model", "m", "--verifiers", "h:1", "--redis-url", "redis://h:1/0"], {})
+    assert config.link_policy == LinkPolicy()
+    assert config.target_policy == TargetPolicy()
+    assert config.ballot_policy == BallotPolicy()
+    assert config.strike_policy == StrikePolicy()
+    assert config.store == StoreConfig(url="redis://h:1/0")
+    assert config.http == HttpSettings(served_model_names=("m",))
+    assert load_config(VerifierConfig, ["--model", "m"], {}).link == LinkConfig()
+    assert load_config(DrafterConfig, ["--kind", "suffix"], {}).link == LinkConfig()
 
 
 def test_router_config_reaches_every_policy() -> None:
