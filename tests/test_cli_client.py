@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from moot.client import Answer, Client, RequestFailed
+from moot.commands import chat
 
 
 def chunk(text: str = "", token_ids: list[int] | None = None, **more: Any) -> bytes:
@@ -116,6 +118,22 @@ def test_closing_the_iterator_hangs_up() -> None:
         next(stream)
         stream.close()  # type: ignore[attr-defined]
         assert handler.gone.wait(10)
+
+
+@pytest.mark.parametrize(("typed", "status"), [("one\ntwo\n", 1), ("two\n", 0)], ids=["one failed", "all answered"])
+def test_a_piped_chat_says_by_its_status_whether_all_was_answered(
+    typed: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody reads along: what failed is said, the next line is asked, and the exit status tells the script."""
+    answers = [(200, [b'{"data": [{"id": "m"}]}']), (200, [chunk("good", [1], finish="stop"), DONE])]
+    if status:
+        answers.insert(1, (503, [b'{"error": {"message": "no verifier"}}']))
+    with serving(*answers) as (client, _):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        assert chat.run(["--url", client._parts.geturl()]) == status
+    out, err = capsys.readouterr()
+    assert out == "good\n"
+    assert ("no verifier" in err) == bool(status)
 
 
 def test_models_are_read() -> None:

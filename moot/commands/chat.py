@@ -39,7 +39,8 @@ def run(argv: Sequence[str]) -> int:
     show_metrics = config.metrics
     messages = _opening(config)
     print(f"{model} at {config.url}. {HELP}.", file=sys.stderr)
-    for line in _lines():
+    interactive, num_failed = sys.stdin.isatty(), 0
+    for line in _lines(interactive):
         match line.strip():
             case "":
                 continue
@@ -55,11 +56,13 @@ def run(argv: Sequence[str]) -> int:
                 answer = _ask(client, _body(config, model, messages))
                 if answer is None:
                     messages.pop()
+                    num_failed += 1
                     continue
                 messages.append({"role": "assistant", "content": answer.text})
                 if show_metrics and answer.metrics:
                     print(origin(answer.metrics["speculative_decoding"]), file=sys.stderr)
-    return 0
+    # Somebody at a terminal has read of it, and may have asked again; a script has the exit status.
+    return 1 if num_failed and not interactive else 0
 
 
 def origin(speculative: dict[str, Any]) -> str:
@@ -110,8 +113,7 @@ def _ask(client: Client, body: dict[str, Any]) -> Answer | None:
     return answer
 
 
-def _lines() -> Iterator[str]:
-    interactive = sys.stdin.isatty()
+def _lines(interactive: bool) -> Iterator[str]:
     while True:
         try:
             yield input("> " if interactive else "")
