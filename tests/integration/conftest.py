@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from looping_model import make_looping_model
-from processes import SETTLE_S, Process, System, eventually, running
+from processes import SETTLE_S, Process, eventually
 from transformers import AutoModelForCausalLM
+from whole_system import System, running
 
 from moot.model.tiny import byte_tokenizer, make_tiny_model
 from moot.supervisor import Supervisor

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from asking import Ask, Reply, assert_same, plain
-from processes import System
+from whole_system import System
 
 LETTERS = "abcdefgh"
 STEP_DELAY = "verifier.step=delay:0.02"

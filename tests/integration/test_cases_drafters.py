@@ -8,7 +8,8 @@ import pytest
 from api import assert_refused, choice_of, post
 from conftest import HOSTILE_DRAFTERS
 from looping_model import greedy_ids
-from processes import System, eventually
+from processes import eventually
+from whole_system import System
 
 HA = list(b" ha ha ha")
 EIGHT = {"num_speculative_tokens": 8}

@@ -11,7 +11,8 @@ import pytest
 from api import CHAT, assert_same, choice_of, events, ids_of, text_of, whole
 from conftest import VOTES, Looping, Voting
 from looping_model import CYCLES, END_ID, ENDING, LETTERS, greedy_ids
-from processes import Process, System
+from processes import Process
+from whole_system import System
 
 GREEDY = {"temperature": 0}
 OFF = {"num_speculative_tokens": 0}

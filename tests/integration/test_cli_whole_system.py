@@ -50,9 +50,9 @@ def test_the_demo_compares_and_leaves_nothing(model: Path, tmp_path: Path) -> No
     """Exit status 0 says that the texts are identical, id by id; the table and the samples say how fast they came."""
     samples_file = tmp_path / "samples.json"
     flags = ("--model", str(model), "--max-tokens", "24", "--repetitions", "2", "--prompt", "abc abc abc")
-    flags = (*flags, "--num-speculative-tokens", "3")
+    bounds = ("--num-speculative-tokens", "3")
     done = subprocess.run(
-        [sys.executable, "-m", "moot", "demo", *FLAGS, *flags, "--json-file", str(samples_file)],
+        [sys.executable, "-m", "moot", "demo", *FLAGS, *flags, *bounds, "--json-file", str(samples_file)],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 from asking import Ask, assert_same, complete
 from faulty import STEP_DELAY, Rig, body, chat_body
-from processes import LOOPBACK, SETTLE_S, equal_to, eventually, running, wait_metric
+from processes import LOOPBACK, SETTLE_S, equal_to, eventually, wait_metric
+from whole_system import running
 
 from moot.model.tiny import make_tiny_model
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import pytest
 from faulty import STEP_DELAY, Rig, num_proposed
-from processes import Process, at_least, equal_to, eventually, running, wait_metric
+from processes import Process, at_least, equal_to, eventually, wait_metric
+from whole_system import running
 
 from moot.model.tiny import make_tiny_model
 
@@ -14,8 +16,9 @@ GOOD = {"suffix": "suffix", "lookup": "prompt_lookup"}
 BAD = {"liar": "lie", "garbage": "garbage", "late": "delay:0.4"}
 """`late`: after the hard deadline of the vote."""
 
-
 DRAIN_GRACE_S = 30.0
+
+PeerT = TypeVar("PeerT")
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +62,17 @@ def drafts_again(rig: Rig, names: tuple[str, ...]) -> bool:
     return all(proposed.get(name, 0) for name in names)
 
 
+def for_all(hurt: Callable[[PeerT], None], peers: Sequence[PeerT]) -> Callable[[], None]:
+    def hurt_all() -> None:
+        for peer in peers:
+            hurt(peer)
+
+    return hurt_all
+
+
 def test_killed_drafters_are_done_without(rig: Rig, victims: tuple[str, ...]) -> None:
     """A drafter, or all, killed in mid-stream: same text, no error; a new process at the address is used again."""
-    rig.through(lambda: [process.kill() for process in drafters(rig, victims)], drafters=list(GOOD))
+    rig.through(for_all(Process.kill, drafters(rig, victims)), drafters=list(GOOD))
     wait_metric(rig.system.router, "moot_peers", at_least(len(victims)), role="drafter", state="lost")
     rig.ask_right(drafters=list(GOOD))
     rig.system.heal()
@@ -71,7 +82,7 @@ def test_killed_drafters_are_done_without(rig: Rig, victims: tuple[str, ...]) ->
 def test_frozen_drafters_are_ejected_and_come_back(rig: Rig, victims: tuple[str, ...]) -> None:
     """A drafter, or all, frozen in mid-stream: at most three late votes, then it is not asked; thawed, it returns."""
     num_before = rig.system.router.log.count("drafter ejected")
-    rig.through(lambda: [process.freeze() for process in drafters(rig, victims)], drafters=list(GOOD))
+    rig.through(for_all(Process.freeze, drafters(rig, victims)), drafters=list(GOOD))
     assert rig.system.router.log.count("drafter ejected") >= num_before + len(victims)
     rig.ask_right(drafters=list(GOOD))
     for process in drafters(rig, victims):
@@ -83,7 +94,7 @@ def test_frozen_drafters_are_ejected_and_come_back(rig: Rig, victims: tuple[str,
 def test_drafters_that_cannot_be_reached_are_done_without(rig: Rig, direction: str) -> None:
     """A network that swallows what is sent, in either direction, is a silent drafter; healed, it is used again."""
     proxies = [rig.system.proxies[f"drafter-{name}"] for name in GOOD]
-    rig.through(lambda: [proxy.partition(direction) for proxy in proxies], drafters=list(GOOD))
+    rig.through(for_all(lambda proxy: proxy.partition(direction), proxies), drafters=list(GOOD))
     rig.ask_right(drafters=list(GOOD))
     for proxy in proxies:
         proxy.heal()
@@ -119,7 +130,7 @@ def test_all_lost_is_said_and_ends(rig: Rig) -> None:
     """Without any drafter text is decoded plainly, a gauge says so, and says when it is over."""
     router, everybody = rig.system.router, tuple(rig.system.drafters)
     assert router.metric("moot_degraded", mode="no_drafters") == 0
-    rig.through(lambda: [process.freeze() for process in drafters(rig, everybody)])
+    rig.through(for_all(Process.freeze, drafters(rig, everybody)))
     wait_metric(router, "moot_degraded", equal_to(1), mode="no_drafters")
     reply = rig.ask_right(5)
     assert reply.metrics["speculative_decoding"]["num_draft_tokens"] == 0

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from asking import Ask, Reply, assert_same
 from faulty import STEP_DELAY, Rig, body
-from processes import Process, Store, equal_to, eventually, running, wait_metric
+from processes import Process, equal_to, eventually, wait_metric
+from store_process import Store
+from whole_system import running
 
 from moot.core.types import FinishReason
 from moot.model.tiny import make_tiny_model

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from asking import Ask, assert_same
 from faulty import STEP_DELAY, Rig, body, chat_body
-from processes import Process, at_least, equal_to, running, wait_metric
+from processes import Process, at_least, equal_to, wait_metric
+from whole_system import running
 
 from moot.faults import EXIT_STATUS
 from moot.model.tiny import make_tiny_model
@@ -16,7 +17,7 @@ from moot.model.tiny import make_tiny_model
 NUM_VERIFIERS = 3
 HEARTBEAT_S = 0.5
 NO_VERIFIER_WAIT_S = 3.0
-"""Both as processes.py sets them."""
+"""Both as whole_system.py sets them."""
 SLACK_S = 4.0
 """For a machine that is busy with other things."""
 

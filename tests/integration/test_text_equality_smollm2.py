@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from api import CHAT, choice_of
 from conftest import FIXED, IN_PROCESS
-from processes import System, running
+from whole_system import System, running
 
 from moot.model.prepare import SMOLLM2, cache_dir, prepare
 
