@@ -115,7 +115,11 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def numerics_fingerprint(dtype: torch.dtype, device: torch.device, rules: RowRules) -> str:
-    """sha256 over everything that decides how numbers round. Equal fingerprints: equal bits for equal inputs."""
+    """sha256 over everything that decides how numbers round. Equal fingerprints: equal bits for equal inputs.
+
+    The number of compute threads is one of these things, and is taken as it is now: it is set once, by `load_model`.
+    Whoever changes it afterwards (`torch.set_num_threads`) needs a new runner.
+    """
     if device.type == "cuda":
         unit = torch.cuda.get_device_name(device)
     else:

@@ -128,7 +128,7 @@ def test_past_the_context_limit_it_abstains_and_holds_nothing(kind: str) -> None
 
 @pytest.mark.parametrize("kind", MODEL_FREE_KINDS)
 def test_a_session_of_a_long_prompt_stays_small(kind: str) -> None:
-    """Many sessions share a process: a prompt of 100,000 different contexts holds at most a few megabytes (C21)."""
+    """Many sessions share a process: a prompt of 100,000 different contexts holds at most a few megabytes."""
     draw = random.Random(1)
     prefix = [draw.randrange(1000) for _ in range(100_000)]
     proposer = create(kind, {"vocab_size": 1000})
