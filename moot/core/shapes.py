@@ -102,32 +102,6 @@ def worth(probabilities: Iterable[float], value: float, cost: Callable[[int], fl
     return best_count
 
 
-def allocate(
-    candidates: Sequence[Sequence[float]],
-    budget: int,
-    value: float = 1.0,
-    cost: Callable[[int], float] | None = None,
-) -> list[int]:
-    """Spend one budget of draft tokens on the best nodes of all requests (TETRIS 2502.15197).
-
-    `candidates[i]`: the never rising probabilities of request i's nodes. `cost(n)`: of n draft tokens in the batch, in
-    the unit of `value`. Returns how many leading nodes of each request to verify; their sum is at most `budget`.
-    Equal probabilities go to the earlier request.
-    """
-    merged = heapq.merge(*(_numbered(index, row) for index, row in enumerate(candidates)))
-    ordered = [(-negated, index) for negated, index in merged][: max(budget, 0)]
-    if cost is not None:
-        ordered = ordered[: worth((probability for probability, _ in ordered), value, cost)]
-    counts = [0] * len(candidates)
-    for _, index in ordered:
-        counts[index] += 1
-    return counts
-
-
-def _numbered(index: int, probabilities: Sequence[float]) -> list[tuple[float, int]]:
-    return [(-probability, index) for probability in probabilities]
-
-
 def to_draft(ballot: Ballot, nodes: Sequence[int]) -> Draft:
     """Nodes of the trie, parents first, as what is sent to verify."""
     index_of = {node: index for index, node in enumerate(nodes)}

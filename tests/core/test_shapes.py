@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moot.core.calibration import Calibration, ShareAcceptance
-from moot.core.shapes import allocate, worth
+from moot.core.shapes import worth
 from moot.core.types import ROOT, Proposal
 from moot.core.voting import VoteResult, vote
 
@@ -111,30 +109,3 @@ def test_vote_drops_what_does_not_pay() -> None:
     assert len(nothing.draft) == 0
     assert nothing.winner_ids == ()
     assert nothing.agreement_ratio == pytest.approx(2 / 3)
-
-
-falling = st.lists(st.floats(0, 1), max_size=4).map(lambda row: sorted(row, reverse=True))
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(falling, max_size=3), st.integers(0, 8))
-def test_one_budget_over_all_requests_is_spent_best(rows: list[list[float]], budget: int) -> None:
-    """No other split of the budget over the requests has a larger expected number of accepted tokens."""
-    counts = allocate(rows, budget)
-    assert sum(counts) == min(budget, sum(map(len, rows)))
-    got = sum(sum(row[:count]) for row, count in zip(rows, counts, strict=True))
-    others = itertools.product(*(range(len(row) + 1) for row in rows))
-    best = max(
-        sum(sum(row[:count]) for row, count in zip(rows, split, strict=True))
-        for split in others
-        if sum(split) <= budget
-    )
-    assert got == pytest.approx(best)
-
-
-def test_budget_shrinks_to_nothing_where_verifying_costs_most() -> None:
-    """At a saturated batch each token costs what a token is worth: nothing is drafted for anybody."""
-    rows = [[0.9, 0.8], [0.7]]
-    assert allocate(rows, 8, value=1.0, cost=lambda n: 1.0 * n) == [0, 0]
-    assert allocate(rows, 8, value=1.0, cost=lambda n: 0.75 * n) == [2, 0]
-    assert allocate(rows, 8) == [2, 1]
