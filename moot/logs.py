@@ -19,7 +19,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """Fields: time (UTC), level, logger, service, message, request_id, and whatever `extra` names."""
+    """Fields: time (UTC), level, logger, service, thread, message, request_id, and whatever `extra` names."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -31,6 +31,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "service": self._service,
+            "thread": record.threadName,
             "message": record.getMessage(),
         }
         if request_id := request_id_var.get():

@@ -30,7 +30,7 @@ class SystemConfig:
     host: str = option("127.0.0.1", help="address of the router's HTTP API")
     port: int = option(8000, help="port of the router's HTTP API; 0 chooses a free one")
     drafters: tuple[str, ...] = option(
-        ("suffix", "prompt_lookup", "recycling", "ngram"),
+        ("suffix", "prompt_lookup", "recycling"),
         help="drafter kinds to start, one process each; repeat a kind as kind:name",
     )
     api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: everybody may call)")
@@ -143,8 +143,8 @@ def prepared_model(model: str, say: Say) -> Path | str:
     return prepare(model, progress=say)
 
 
-# Threads that wait must sleep: a spinning one takes the core that the others need to make its next work.
-_VERIFIER_ENV = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+# How the verifier's threads wait for each other is set by the verifier itself.
+_VERIFIER_ENV = {"TOKENIZERS_PARALLELISM": "false"}
 _LIGHT_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

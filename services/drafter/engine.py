@@ -16,6 +16,7 @@ from typing import Any
 from moot.core.errors import NoCapacity
 from moot.metrics import Metrics
 from moot.proposers.base import Ask, Chain, Proposer
+from moot.worker import WorkerThread
 from services.drafter import faults
 from services.drafter.commands import Answer, Close, Command, Open, Propose, Proposed, Stream, Unknown
 from services.drafter.config import DrafterConfig
@@ -51,7 +52,7 @@ class DrafterEngine:
         self._ahead = config.draft_ahead_tokens
         self._stopping = threading.Event()
         self._busy_since: float | None = None
-        self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
+        self._worker: WorkerThread | None = None
         self._answers: defaultdict[int, list[Answer]] = defaultdict(list)
         self._streams: dict[int, Stream] = {}
 
@@ -60,21 +61,29 @@ class DrafterEngine:
         return len(self._table)
 
     @property
+    def is_running(self) -> bool:
+        return self._worker is not None and self._worker.is_alive
+
+    @property
     def is_alive(self) -> bool:
         """Whether the thread runs and has not been busy with one batch for longer than the stall limit."""
         since = self._busy_since
         stalled = since is not None and self._clock() - since > self._config.stall_limit_s
-        return self._thread.is_alive() and not stalled
+        return self.is_running and not stalled
 
-    def start(self) -> None:
-        self._thread.start()
+    def start(self, worker: WorkerThread | None = None) -> None:
+        """Draft on `worker` from now on, the thread that made the proposer. It ends with the engine."""
+        self._worker = worker or WorkerThread("drafter")
+        self._worker.submit(self._run)
+        self._worker.finish()
 
     def stop(self) -> None:
         """End the thread; waits at most `stop_timeout_s`. Sessions are closed by the thread before it ends."""
         self._stopping.set()
         with self._condition:
             self._condition.notify()
-        self._thread.join(self._config.stop_timeout_s)
+        if self._worker is not None:
+            self._worker.join(self._config.stop_timeout_s)
 
     def submit(self, stream: Stream, commands: Sequence[Command]) -> None:
         """Queue commands in order. Raises NoCapacity when too many of this stream wait: it is to be ended."""

@@ -13,6 +13,7 @@ from moot.proposers.registry import create
 from moot.rpc.server import GrpcServer, run_until_terminated
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from moot.v1.drafter_service_pb2_grpc import add_DrafterServiceServicer_to_server
+from moot.worker import WorkerThread
 from services.drafter.config import DrafterConfig
 from services.drafter.engine import DrafterEngine
 from services.drafter.servicer import DrafterServicer
@@ -55,14 +56,15 @@ def make_proposer(config: DrafterConfig) -> tuple[Proposer[Any], ModelInfo]:
 async def serve(config: DrafterConfig) -> None:
     """Run until SIGTERM."""
     metrics = Metrics("drafter")
-    proposer, info = make_proposer(config)
+    worker = WorkerThread("drafter")
+    proposer, info = await asyncio.wrap_future(worker.submit(lambda: make_proposer(config)))
     engine = DrafterEngine(proposer, config, metrics, info.vocab_size)
     description = description_to_pb(config.kind, proposer.family, info)
     drafter_id = config.drafter_id or config.kind
     servicer = DrafterServicer(engine, description, drafter_id, config.max_queued_answers, config.max_message_bytes)
     server = GrpcServer(config.link, [SERVICE])
     add_DrafterServiceServicer_to_server(servicer, server.server)
-    engine.start()
+    engine.start(worker)
     try:
         await run_until_terminated(
             server,

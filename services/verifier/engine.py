@@ -7,7 +7,6 @@ All state of sessions belongs to the compute thread and changes at step boundari
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from moot.core.types import ModelInfo
 from moot.faults import fault, fault_delay_s
 from moot.metrics import Metrics
 from moot.model.runner import ModelRunner
+from moot.worker import WorkerThread
 from services.verifier.commands import Answer, Command, FailureCode
 from services.verifier.config import VerifierConfig
 from services.verifier.intake import Intake
@@ -71,7 +71,7 @@ class Engine:
         self._progress_ns = time.monotonic_ns()
         self._on_death = on_death
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._worker: WorkerThread | None = None
 
     def connect(self, deliver: Callable[[Sequence[Answer]], None]) -> Stream:
         """A new owner of sessions. `deliver` gets answers, mostly on the compute thread: it must not block."""
@@ -98,7 +98,7 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._worker is not None and self._worker.is_alive
 
     @property
     def is_alive(self) -> bool:
@@ -106,9 +106,11 @@ class Engine:
         stalled_s = (time.monotonic_ns() - self._progress_ns) / 1e9
         return self.is_running and stalled_s <= self.config.stall_limit_s
 
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
-        self._thread.start()
+    def start(self, worker: WorkerThread | None = None) -> None:
+        """Compute on `worker` from now on, the thread that made the runner. It ends with the engine."""
+        self._worker = worker or WorkerThread("compute")
+        self._worker.submit(self._run)
+        self._worker.finish()
 
     def drain(self) -> None:
         """Open nothing new; what runs may finish."""
@@ -119,8 +121,8 @@ class Engine:
         self._intake.drain()
         self._stopping = True
         self._intake.wake()
-        if self._thread is not None:
-            self._thread.join(self.config.stop_timeout_s)
+        if self._worker is not None:
+            self._worker.join(self.config.stop_timeout_s)
 
     def step(self) -> bool:
         """Take what has arrived, compute one batch, deliver the answers. False: there was nothing to compute."""
@@ -134,6 +136,7 @@ class Engine:
         return worked
 
     def _run(self) -> None:
+        _log.info("computing")
         try:
             while not self._stopping:
                 self._progress()

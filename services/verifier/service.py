@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from moot.core.errors import ConfigError
 from moot.metrics import Metrics
@@ -11,6 +12,7 @@ from moot.model.load import LoadedModel, load_model
 from moot.model.runner import ModelRunner
 from moot.rpc.server import GrpcServer, run_until_terminated, termination_event
 from moot.v1 import verifier_service_pb2_grpc as pb_grpc
+from moot.worker import WorkerThread
 from services.verifier.capacity import kv_capacity_tokens
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
@@ -41,6 +43,14 @@ def _automatic_runner(loaded: LoadedModel, capacity: int) -> ModelRunner:
         return ModelRunner(loaded, capacity, False)
 
 
+def make_engine(config: VerifierConfig, metrics: Metrics, on_death: Callable[[], None]) -> Engine:
+    """Same errors as make_runner. To be called on the thread that computes: see moot.worker."""
+    engine = Engine(make_runner(config), config, metrics, on_death)
+    facts = {"model": engine.info.model, "deterministic": engine.runner.deterministic}
+    _log.info("model loaded", extra=facts)
+    return engine
+
+
 async def serve(config: VerifierConfig) -> int:
     """Serve until SIGTERM. Returns the exit status: 1 when the compute thread could not go on."""
     metrics = Metrics("verifier")
@@ -50,15 +60,14 @@ async def serve(config: VerifierConfig) -> int:
         died.append(True)
         loop.call_soon_threadsafe(terminated.set)
 
-    runner = await asyncio.to_thread(make_runner, config)
-    engine = Engine(runner, config, metrics, on_death)
+    worker = WorkerThread("compute")
+    engine = await asyncio.wrap_future(worker.submit(lambda: make_engine(config, metrics, on_death)))
     if config.vllm_metric_names:
         metrics.add_vllm_names(engine.info.model)
     servicer = VerifierServicer(engine, config)
     server = GrpcServer(config.link, (SERVICE,))
     pb_grpc.add_VerifierServiceServicer_to_server(servicer, server.server)
-    _log.info("model loaded", extra={"model": engine.info.model, "deterministic": runner.deterministic})
-    engine.start()
+    engine.start(worker)
     try:
         await run_until_terminated(
             server,

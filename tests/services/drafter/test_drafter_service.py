@@ -501,7 +501,7 @@ def test_a_frozen_drafter_still_stops(faults: Callable[[str], None]) -> None:
         # Commands are taken, nothing is answered.
         await peer.send(propose_command(1, 10))
         await asyncio.to_thread(drafter.engine.stop)
-        assert not drafter.engine._thread.is_alive()
+        assert not drafter.engine.is_running
 
     with_drafter(config(stall_limit_s=0.05), body)
 

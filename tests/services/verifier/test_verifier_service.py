@@ -401,6 +401,33 @@ def test_a_stuck_compute_thread_shows_in_heartbeats_and_liveness(
     asyncio.run(main())
 
 
+def test_the_model_is_loaded_by_the_thread_that_computes(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """One thread computes from first to last: a second team of OpenMP threads makes steps a quarter slower."""
+
+    async def main() -> None:
+        argv = (sys.executable, "-m", "services.verifier", "--model", str(model_folder()), "--port", "0")
+        ready = tmp_path / "ready.json"
+        child = await asyncio.create_subprocess_exec(
+            *argv, "--metrics-port", "0", "--ready-file", str(ready), stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            async with asyncio.timeout(120):
+                assert child.stderr is not None
+                lines = []
+                async for line in child.stderr:
+                    lines.append(json.loads(line))
+                    if lines[-1]["message"] == "serving":
+                        child.terminate()
+                assert await child.wait() == 0
+        finally:
+            if child.returncode is None:
+                child.kill()
+        threads = {entry["message"]: entry["thread"] for entry in lines}
+        assert threads["model loaded"] == threads["computing"] != threads["serving"]
+
+    asyncio.run(main())
+
+
 def test_a_bad_flag_or_model_is_one_sentence_and_status_2(tmp_path: Path) -> None:
     """No traceback for what the operator got wrong."""
 
