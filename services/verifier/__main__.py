@@ -8,7 +8,7 @@ import sys
 # Before torch is imported: a thread that waits for the next piece of a step watches for it for a moment (libgomp counts
 # turns, some tenths of a millisecond; Intel's OpenMP milliseconds), then sleeps, because others share the cores.
 # What was measured: docs/performance.md.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 os.environ.setdefault("KMP_BLOCKTIME", "1")
 
 import asyncio
