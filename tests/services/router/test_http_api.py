@@ -292,7 +292,8 @@ def test_bodies_that_are_refused_as_a_whole(server: LiveServer) -> None:
     assert httpx.post(url, content=b"prompt=a").status_code == 400
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert httpx.post(url, content=b'{"prompt": "a"}', headers=form).json()["error"]["param"] == "content-type"
-    large = b'{"prompt": "' + b"a" * (5 * 1024 * 1024) + b'"}'
+    limit = HttpSettings(served_model_names=("tiny",)).max_body_bytes
+    large = b'{"prompt": "' + b"a" * limit + b'"}'
     assert httpx.post(url, content=large).status_code == 413
 
     def parts() -> Iterator[bytes]:
