@@ -1,4 +1,4 @@
-"""What every measurement shares: the machine's description, medians with spread, JSON beside Markdown."""
+"""What every measurement shares: the machine's description, and one result as JSON, as Markdown and as a picture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores, memory in GiB, and the versions that matter."""
+    """CPU, cores, memory in GiB, GPU where torch is loaded and has one, and the versions that matter."""
     features: list[str] = []
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -32,11 +32,14 @@ def machine() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    torch = sys.modules.get("torch")
+    has_gpu = torch is not None and torch.cuda.is_available()
     return {
         "cpu": model,
         "cpu_features": features,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory, 1),
+        "gpu": torch.cuda.get_device_name() if torch is not None and has_gpu else "none",
         "python": platform.python_version(),
         **versions,
     }
@@ -53,12 +56,29 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def publish(name: str, header: Sequence[str], rows: Sequence[Sequence[object]], facts: Mapping[str, Any]) -> None:
-    """Print the table; write `results/NAME.json` with the command, the machine and `facts`."""
+def publish(
+    name: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    facts: Mapping[str, Any],
+    draw: Callable[[Any], None] | None = None,
+) -> None:
+    """Print the table; write `results/NAME.json` and `.md` with the command, the machine and `facts`.
+
+    `draw` gets a matplotlib Figure to fill, which is kept as `results/NAME.png`.
+    """
     RESULTS.mkdir(exist_ok=True)
     here = machine()
-    document = {"command": " ".join([Path(sys.executable).name, "-m", f"bench.{name}", *sys.argv[1:]]), "machine": here}
-    (RESULTS / f"{name}.json").write_text(json.dumps({**document, **facts}, indent=1))
-    print(", ".join(f"{key} {value}" for key, value in here.items() if value != []))
-    print()
-    print(table(header, rows))
+    command = " ".join([Path(sys.executable).name, "-m", f"bench.{name}", *sys.argv[1:]])
+    (RESULTS / f"{name}.json").write_text(json.dumps({"command": command, "machine": here, **facts}, indent=1))
+    described = ", ".join(f"{key} {value}" for key, value in here.items() if value != [])
+    text = f"`{command}`\n\n{described}\n\n{table(header, rows)}\n"
+    (RESULTS / f"{name}.md").write_text(text)
+    print(text)
+    if draw is not None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 5), layout="constrained")
+        draw(figure)
+        figure.savefig(RESULTS / f"{name}.png", dpi=120)
+        print(f"picture: {RESULTS / name}.png")

@@ -11,7 +11,7 @@ from moot.core.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "bench"
 # Shared code of the measurements, not one itself.
-_LIBRARIES = ("__init__", "report", "scripted_peers")
+_LIBRARIES = ("__init__", "intervals", "report", "scripted_peers")
 
 
 def names() -> list[str]:
