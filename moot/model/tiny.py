@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "gemma", "gemma3_text", "opt", "phi3")
 
 
 def make_tiny_model(
@@ -58,12 +58,17 @@ def make_tiny_model(
         # Attention weights far from uniform, so that a wrong mask or position cannot hide.
         "initializer_range": 0.2,
     }
-    if family != "gpt_neox":
+    if family not in ("gpt_neox", "opt"):
         fields["num_key_value_heads"] = 2
     if family == "mistral":
         fields["sliding_window"] = None
-    if family == "qwen3":
+    if family == "qwen3" or family.startswith("gemma"):
         fields["head_dim"] = hidden // 4
+    if family == "gemma3_text":
+        fields |= {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
+        fields["layer_types"] += ["full_attention"] * (layers % 2)
+    if family == "opt":
+        fields |= {"ffn_dim": hidden * 2, "word_embed_proj_dim": hidden, "init_std": 0.2}
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:
