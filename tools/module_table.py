@@ -13,11 +13,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- modules: begin (tools/module_table.py) -->", "<!-- modules: end -->"
-FOLDERS = (
-    *("moot", "moot/core", "moot/rpc", "moot/model", "moot/proposers", "moot/commands", "moot/testing"),
-    *("services/router", "services/router/http", "services/router/store", "services/verifier", "services/drafter"),
-    "bench",
-)
+ROOTS = ("moot", "services/router", "services/verifier", "services/drafter", "bench")
+GENERATED = {"moot/v1"}
+
+
+def folders() -> list[str]:
+    """Every folder with modules, a root before the folders in it."""
+    found = [
+        folder.relative_to(ROOT).as_posix()
+        for root in ROOTS
+        for folder in [ROOT / root, *sorted(path for path in (ROOT / root).rglob("*") if path.is_dir())]
+    ]
+    return [folder for folder in found if folder not in GENERATED and any((ROOT / folder).glob("[!_]*.py"))]
 
 
 def first_line(path: Path) -> str:
@@ -27,7 +34,7 @@ def first_line(path: Path) -> str:
 
 def table() -> str:
     lines: list[str] = []
-    for folder in FOLDERS:
+    for folder in folders():
         lines += ["", f"**`{folder}/`**", "", "| module | what it is |", "|---|---|"]
         for path in sorted((ROOT / folder).glob("*.py")):
             if path.stem != "__init__":
