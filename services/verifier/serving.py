@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moot.core.scheduler import Batch, Limits, Scheduler
 from moot.core.types import ModelInfo, Verification
 from moot.metrics import Metrics
 from moot.model.kv import PAGE_SLOTS
@@ -17,7 +18,6 @@ from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finis
 from services.verifier.config import VerifierConfig
 from services.verifier.desk import Desk, Dropped
 from services.verifier.intake import Arrival, Intake
-from services.verifier.scheduler import Batch, Limits, Scheduler
 from services.verifier.sessions import Session, Stream
 from services.verifier.sharing import PrefixSharing
 from services.verifier.step import Broken, Prefilled, Sampled, StepRunner

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from moot.core.acceptance import Walk, walk
 from moot.core.errors import NoCapacity, RequestPoisoned
+from moot.core.scheduler import BatchItem
 from moot.core.types import ROOT, Draft, TokenLogprobs
 from moot.faults import act, fault
 from moot.model.runner import ModelRunner, SequenceInput
 from moot.model.sampler import Sampler
 from services.verifier.commands import FailureCode
-from services.verifier.scheduler import BatchItem
 from services.verifier.sessions import Session, Work
 
 _log = logging.getLogger("moot.verifier")

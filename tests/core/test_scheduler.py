@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.verifier.scheduler import Batch, Limits, Scheduler
+from moot.core.scheduler import Batch, Limits, Scheduler
 
 
 @dataclass(eq=False)
