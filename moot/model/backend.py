@@ -1,0 +1,25 @@
+"""Chooses the runner that fits device and model."""
+
+from __future__ import annotations
+
+import logging
+
+from moot.core.errors import ModelRefused
+from moot.model.gpu.runner import GpuRunner
+from moot.model.load import LoadedModel
+from moot.model.runner import ModelRunner
+
+_log = logging.getLogger("moot.model")
+
+
+def make_runner(loaded: LoadedModel, kv_capacity_tokens: int, deterministic: bool) -> ModelRunner:
+    """On a GPU the paged runner, for the families that it has; else the one that drives transformers' own modules.
+
+    Raises ConfigError where deterministic mode is asked for and does not hold.
+    """
+    if loaded.kv_shape.device.type == "cuda":
+        try:
+            return GpuRunner(loaded, kv_capacity_tokens, deterministic)
+        except ModelRefused as error:
+            _log.warning("driven by its own modules: %s", error)
+    return ModelRunner(loaded, kv_capacity_tokens, deterministic)

@@ -1,0 +1,206 @@
+"""`ModelRunner` for accelerators: one upload, one recorded graph, no waiting inside a step.
+
+Runs on a CPU, too, with plain operations and no graphs: that is how it is tested. It has never been run on a GPU by
+this project; bench/gpu_check.py is the command to do so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moot.core.errors import ConfigError, ContextLengthExceeded, ModelRefused
+from moot.core.types import ROOT, ModelInfo
+from moot.model.attention import depths_of
+from moot.model.determinism import NATURAL, Padding, RowRules
+from moot.model.gpu.attention import kernel_supports
+from moot.model.gpu.graphs import Graphs
+from moot.model.gpu.lean import LeanModel, tiled_linear
+from moot.model.gpu.plan import Planner, Sizes, unpack
+from moot.model.gpu.pool import PagedCache, PagedPool, upload
+from moot.model.load import LoadedModel
+from moot.model.runner import ModelRunner, SequenceInput
+
+TILE_ROWS = 64
+"""Rows of each product in deterministic mode. Weights are streamed once for all of them: fewer cost the same."""
+
+DETERMINISTIC_RULES = RowRules(TILE_ROWS, Padding(TILE_ROWS, TILE_ROWS), Padding(1, 1), True)
+
+MOST_GRAPH_ROWS = 256
+"""Steps with more rows are long enough to hide their launches."""
+
+_PROOF_TOKENS = 24
+
+
+def _no_progress() -> None:
+    pass
+
+
+class GpuRunner(ModelRunner):
+    """Same contract as `ModelRunner`, over paged caches. Raises ModelRefused for models that `LeanModel` refuses, or
+    whose logits differ from the loaded model's own.
+
+    Deterministic mode: products have exactly TILE_ROWS rows, and attention's portions depend on positions alone. A
+    check at start compares products bit by bit in other company and raises ConfigError where they differ.
+    `use_kernel` None: where the device and the number format allow it. `use_graphs` None: on a GPU; elsewhere it means
+    that steps are padded as graphs need it, and computed without one.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        kv_capacity_tokens: int,
+        deterministic: bool,
+        use_kernel: bool | None = None,
+        use_graphs: bool | None = None,
+    ) -> None:
+        shape = loaded.kv_shape
+        self.loaded = loaded
+        self.info: ModelInfo = loaded.info
+        self.dtype, self.device = shape.dtype, shape.device
+        self.rules = DETERMINISTIC_RULES if deterministic else NATURAL
+        self.use_kernel = (
+            kernel_supports(shape.dtype, shape.device, shape.head_dim) if use_kernel is None else use_kernel
+        )
+        linear = tiled_linear(TILE_ROWS) if deterministic else torch.nn.functional.linear
+        self.lean = LeanModel(loaded, self.use_kernel, linear)
+        if deterministic:
+            check_products(self.lean.weights)
+        self.pool: PagedPool = PagedPool(shape, kv_capacity_tokens)
+        # Off until the proof below has passed: its few tokens are not worth a graph.
+        self._rounds_sizes = False
+        self.graphs: Graphs | None = None
+        _prove_equal(self)
+        self._rounds_sizes = shape.device.type == "cuda" if use_graphs is None else use_graphs
+        if self._rounds_sizes and shape.device.type == "cuda":
+            self.graphs = Graphs(shape.device)
+        self.numerics_fingerprint = self._fingerprint()
+
+    def _fingerprint(self) -> str:
+        """sha256 over what decides how numbers round here, as of `moot.model.determinism.numerics_fingerprint`."""
+        is_gpu = self.device.type == "cuda"
+        facts = (
+            "paged",
+            str(self.dtype),
+            torch.cuda.get_device_name(self.device) if is_gpu else f"{platform.machine()} {torch.get_num_threads()}",
+            torch.__version__,
+            str(torch.version.git_version),
+            str(torch.version.cuda),
+            f"kernel={self.use_kernel}",
+            repr(self.rules),
+        )
+        return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+    def new_cache(self) -> PagedCache:
+        return PagedCache(self.pool)
+
+    @torch.inference_mode()
+    def forward(self, inputs: Sequence[SequenceInput], progress: Callable[[], None] = _no_progress) -> list[Tensor]:
+        """As `ModelRunner.forward`; returns before the device has finished. `progress` is called at both ends."""
+        progress()
+        planner, moves = self._plan_inputs(inputs)
+        counts = [len(item.logit_rows) for item in inputs]
+        if moves:
+            self.pool.move(*zip(*moves, strict=True))
+        if not planner.host.token_ids:
+            return [self._no_logits() for _ in inputs]
+        logits = self._run(planner)
+        progress()
+        return list(logits[: sum(counts)].split(counts))
+
+    def _plan_inputs(self, inputs: Sequence[SequenceInput]) -> tuple[Planner, list[tuple[int, int]]]:
+        if len({id(item.cache) for item in inputs}) != len(inputs):
+            raise ValueError("two inputs share a cache")
+        laid_out = []
+        for item in inputs:
+            parents = item.parents if item.parents is not None else range(ROOT, len(item.token_ids) - 1)
+            if len(parents) != len(item.token_ids):
+                raise ValueError("every token needs a parent")
+            depths = depths_of(parents)
+            self._check(item, max(depths, default=-1) + 1)
+            laid_out.append((item, _paged(item), list(parents), depths))
+        planner = Planner(self.pool, TILE_ROWS if self.deterministic else 1)
+        moves: list[tuple[int, int]] = []
+        for item, cache, parents, depths in laid_out:
+            if depths:
+                planner.add(cache, item.token_ids, parents, depths, item.logit_rows)
+        # Nothing below raises: moves that are taken are done.
+        for _, cache, _, depths in laid_out:
+            if depths:
+                moves += cache.take_moves()
+        return planner, moves
+
+    def _check(self, item: SequenceInput, num_levels: int) -> None:
+        rows = self.loaded.num_embeddings
+        if any(not 0 <= token_id < rows for token_id in item.token_ids):
+            raise ValueError(f"a token id is outside the model's {rows} embeddings")
+        if any(not 0 <= row < len(item.token_ids) for row in item.logit_rows):
+            raise ValueError("a logit row is outside the input")
+        needed = item.cache.length + num_levels
+        if needed > self.info.context_limit:
+            raise ContextLengthExceeded(f"{needed} tokens exceed the model's context of {self.info.context_limit}")
+        # Siblings share a position, but each has a slot until it is known which of them stays.
+        item.cache.reserve(item.cache.length + len(item.token_ids))
+
+    def _run(self, planner: Planner) -> Tensor:
+        rounds = self._rounds_sizes and len(planner.host.token_ids) <= MOST_GRAPH_ROWS
+        sizes, packed = planner.finish(exact=not rounds)
+        if rounds and self.graphs is not None and self.graphs.has_room_for(sizes):
+            host = torch.from_numpy(packed).pin_memory()
+            return self.graphs.run(sizes, lambda uploaded: self._compute(sizes, uploaded), host)
+        return self._compute(sizes, upload(packed, self.device))
+
+    def _compute(self, sizes: Sizes, uploaded: Tensor) -> Tensor:
+        return self.lean.forward(unpack(sizes, uploaded), self.pool.layers)
+
+
+@torch.inference_mode()
+def check_products(weights: Sequence[Tensor]) -> None:
+    """Compare rows of products with the same rows in another place and among others, bit by bit. Raises ConfigError."""
+    seen: set[tuple[int, int]] = set()
+    for weight in weights:
+        if (shape := (weight.shape[0], weight.shape[1])) in seen:
+            continue
+        seen.add(shape)
+        generator = torch.Generator().manual_seed(len(seen))
+        rows = torch.randn(TILE_ROWS, shape[1], generator=generator).to(weight)
+        whole = torch.nn.functional.linear(rows, weight)
+        shifted = torch.nn.functional.linear(rows.roll(11, 0), weight).roll(-11, 0)
+        alone = torch.zeros_like(rows)
+        alone[5] = rows[5]
+        single = torch.nn.functional.linear(alone, weight)[5]
+        if not torch.equal(whole, shifted) or not torch.equal(whole[5], single):
+            raise ConfigError(
+                f"deterministic mode does not hold: products with a weight of {shape} depend on other rows"
+            )
+
+
+@torch.inference_mode()
+def _prove_equal(runner: GpuRunner) -> None:
+    """Run a few tokens in two chunks and a tree, and compare with the loaded model driven by ModelRunner."""
+    limit = min(_PROOF_TOKENS, runner.info.context_limit)
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(runner.info.vocab_size, (limit,), generator=generator).tolist()
+    plain = ModelRunner(runner.loaded, limit, False)
+    (expected,) = plain.forward([SequenceInput(plain.new_cache(), token_ids, None, range(limit))])
+    cache, found, first = runner.new_cache(), [], max(1, limit - 5)
+    for chunk in (token_ids[:first], token_ids[first:]):
+        if chunk:
+            found += runner.forward([SequenceInput(cache, chunk, None, range(len(chunk)))])
+            cache.commit(range(len(chunk)))
+    cache.free()
+    ours, theirs = torch.cat(found).double(), expected.double()
+    distance = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-30)).max().item()
+    bound = 1e-3 if runner.dtype in (torch.float32, torch.float64) else 0.1
+    if not distance <= bound:
+        raise ModelRefused(f"{runner.info.model}: logits differ from the model's own by {distance:.2g}")
+
+
+def _paged(item: SequenceInput) -> PagedCache:
+    if not isinstance(item.cache, PagedCache):
+        raise TypeError("the cache is another runner's")
+    return item.cache
