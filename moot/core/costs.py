@@ -3,10 +3,44 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from typing import Final
 
 _OUTLIER: Final = 3.0
-_RATE: Final = 0.1
+_RATE: Final = 0.04
+
+_WAITING: Final = 0.1
+"""Part of a round spent waiting for the verifier from which it counts as never resting."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """What rounds take, in seconds: all in all, and of that drafting, waiting for a step to begin, and in the step."""
+
+    total: float
+    drafting: float
+    waiting: float
+    forward: float
+
+    def moved(self, new: RoundTimes, rate: float) -> RoundTimes:
+        """A running mean, moved towards `new`."""
+        return RoundTimes(
+            self.total + rate * (new.total - self.total),
+            self.drafting + rate * (new.drafting - self.drafting),
+            self.waiting + rate * (new.waiting - self.waiting),
+            self.forward + rate * (new.forward - self.forward),
+        )
+
+    @property
+    def overhead(self) -> float:
+        return max(self.total - self.drafting - self.waiting - self.forward, 0.0)
+
+    @property
+    def num_turns(self) -> float:
+        """Steps per round of a verifier that never rests, where requests do wait for it; 1 where they do not."""
+        if self.forward <= 0 or self.total <= self.forward:
+            return 1.0
+        return 1.0 + (self.total / self.forward - 1.0) * min(self.waiting / (_WAITING * self.total), 1.0)
 
 
 class VerifyCost:
@@ -29,16 +63,19 @@ class VerifyCost:
         self._seconds: list[float] = []
         self._memo: dict[int, float] = {}
 
-    def observe(self, batch_tokens: int, seconds: float) -> None:
-        """One step: `batch_tokens` > 0 tokens in its forward pass took `seconds` > 0; other samples say nothing."""
+    def observe(self, batch_tokens: int, seconds: float, weight: float = 1.0) -> None:
+        """One step: `batch_tokens` > 0 tokens in its forward pass took `seconds` > 0; other samples say nothing.
+
+        `weight`, in (0, 1]: of a step that n requests report, each report is worth 1 / n.
+        """
         if batch_tokens <= 0 or not 0 < seconds < float("inf"):
             return
         entry = self._classes.setdefault((batch_tokens - 1).bit_length(), [0.0, 0.0, 0.0])
         if entry[0] >= 3:
             seconds = min(seconds, _OUTLIER * entry[2])
-        entry[0] = min(entry[0] + 1, 1 / _RATE)
-        entry[1] += (batch_tokens - entry[1]) / entry[0]
-        entry[2] += (seconds - entry[2]) / entry[0]
+        entry[0] = min(entry[0] + weight, 1 / _RATE)
+        entry[1] += weight * (batch_tokens - entry[1]) / entry[0]
+        entry[2] += weight * (seconds - entry[2]) / entry[0]
         self._sizes = []
         self._memo = {}
 
@@ -86,28 +123,36 @@ class VerifyCost:
 
 
 class DraftCost:
-    """Seconds the draft stage takes when K tokens are asked for: a fading linear fit, never falling with K."""
+    """Seconds the draft stage takes when K tokens are asked for: a fading linear fit, never falling with K.
 
-    def __init__(self, decay: float = 0.98) -> None:
+    With one K only, nothing tells the start from the slope: `origin`, the weight of a sample of 0 s at K = 0, then lays
+    the line through the origin. That is a hopeful guess for a shorter K, so that it is tried and then measured.
+    """
+
+    def __init__(self, decay: float = 0.98, origin: float = 0.5) -> None:
         self._decay = decay
+        self._origin = origin
         # Sums over samples: 1, k, k*k, seconds, k*seconds.
         self._sums = [0.0] * 5
 
-    def observe(self, num_speculative_tokens: int, seconds: float) -> None:
-        """Only rounds that drafted: K > 0."""
+    def observe(self, num_speculative_tokens: int, seconds: float, weight: float = 1.0) -> None:
+        """Only rounds that drafted: K > 0. `weight`, in (0, 1]: as in VerifyCost."""
         if num_speculative_tokens <= 0 or not 0 <= seconds < float("inf"):
             return
+        if self._sums[0] >= 3:
+            seconds = min(seconds, _OUTLIER * self.seconds(num_speculative_tokens) + 1e-3)
         k = float(num_speculative_tokens)
         new = (1.0, k, k * k, seconds, k * seconds)
-        self._sums = [old * self._decay + add for old, add in zip(self._sums, new, strict=True)]
+        decay = self._decay**weight
+        self._sums = [old * decay + weight * add for old, add in zip(self._sums, new, strict=True)]
 
     def seconds(self, num_speculative_tokens: int) -> float:
         """0 for K = 0, and before the first sample."""
         count, k, kk, total, weighted = self._sums
         if num_speculative_tokens <= 0 or count == 0:
             return 0.0
+        count += self._origin
         mean_k, mean = k / count, total / count
         spread = kk / count - mean_k * mean_k
-        # With one K only, nothing tells the start from the slope: the mean is the answer for every K.
         slope = max((weighted / count - mean_k * mean) / spread, 0.0) if spread > 1e-6 else 0.0
         return max(mean + slope * (num_speculative_tokens - mean_k), 0.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from moot.core.ballot import PREFIX
 from moot.core.calibration import Calibration, ShareAcceptance
-from moot.core.costs import DraftCost, VerifyCost
+from moot.core.costs import DraftCost, RoundTimes, VerifyCost
 from moot.core.errors import ConfigError
 from moot.core.generation import Advance, Generation
 from moot.core.registry import named
@@ -35,6 +35,12 @@ from moot.core.weights import WEIGHTS, Contest, PoolWeights, Weights
 
 _UNCALIBRATED_SCALE = 0.6
 """First guess of the acceptance of a token that all drafters agree on, where shares only count heads."""
+
+_FOLLOWING = 0.2
+"""How fast what is known of the load follows the rounds: batches differ in size from step to step."""
+
+_PREFILL, _PREFILL_TOKENS = 1.25, 16
+"""A step with more tokens than so many times the usual, and so many more, is taken to hold a prefill chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,11 @@ class PoolPolicy:
     pool_weights: PoolWeights = field(default_factory=PoolWeights)
     verify_cost: VerifyCost = field(default_factory=VerifyCost)
     draft_cost: DraftCost = field(default_factory=DraftCost)
+    load: Load = field(default_factory=Load)
+    """What the latest round has seen."""
+    usual: RoundTimes | None = None
+    rows: float = 1.0
+    """Tokens that a request verifies in one round, on average."""
 
     def open(self, drafter_ids: Sequence[str], num_speculative_tokens: int | None = None) -> RequestPolicy:
         """The policy of one request with this electorate.
@@ -108,7 +119,9 @@ class RequestPolicy:
         self._weights = weights
         self._length = length
         self._spends_by_cost = is_adaptive and isinstance(length, Goodput)
-        self._load = Load()
+        # A request finds the verifier as those before it left it.
+        self._load = pool.load
+        self._usual = pool.usual
         self._seconds = 0.0
         self._tokens = 0.0
         self._next_base: int | None = None
@@ -129,7 +142,7 @@ class RequestPolicy:
         if not self._spends_by_cost:
             return Plan(length, budget)
         seconds = self._pool.verify_cost.seconds
-        requests, before = self._load.num_requests, self._load.num_other_tokens + 1
+        requests, before = self._load.num_requests, round(self._load.num_other_tokens) + 1
         value = self._seconds / self._tokens if self._tokens else seconds(before)
         # A slower step is paid by each of its requests.
         return Plan(length, budget, value, lambda num_tokens: requests * seconds(before + num_tokens))
@@ -152,9 +165,16 @@ class RequestPolicy:
         )
 
     def learn(
-        self, plan: Plan, result: VoteResult, advance: Advance, verification: Verification, draft_seconds: float
+        self,
+        plan: Plan,
+        result: VoteResult,
+        advance: Advance,
+        verification: Verification,
+        draft_seconds: float,
+        round_seconds: float | None = None,
     ) -> None:
-        """Learn from a committed round. `draft_seconds`: from asking the drafters to the vote."""
+        """Learn from a committed round. `draft_seconds`: from asking the drafters to the vote; `round_seconds`: from
+        asking to this moment, None where it is not known."""
         pool = self._pool
         if self._next_base is not None and self._next_base != advance.base_length:
             # A session opened again has committed a token that no round has shown to the weights.
@@ -181,9 +201,29 @@ class RequestPolicy:
             is_cut=advance.finish_reason is not None,
         )
         self._length.observe(sample)
-        pool.verify_cost.observe(verification.batch_tokens, forward_seconds)
-        pool.draft_cost.observe(plan.num_speculative_tokens, draft_seconds)
-        self._load = Load(max(verification.batch_requests, 1), max(verification.batch_tokens - 1 - num_drafted, 0))
+        num_requests = max(verification.batch_requests, 1)
+        pool.rows += _FOLLOWING / num_requests * (1 + num_drafted - pool.rows)
+        usual_tokens = num_requests * pool.rows
+        if verification.batch_tokens <= _PREFILL * usual_tokens + _PREFILL_TOKENS:
+            # Prefill is cheaper by the token: its steps would make large drafts look cheap.
+            pool.verify_cost.observe(verification.batch_tokens, forward_seconds, 1 / num_requests)
+        pool.draft_cost.observe(plan.num_speculative_tokens, draft_seconds, 1 / num_requests)
+        drafting = draft_seconds if plan.num_speculative_tokens else 0.0
+        waiting = verification.queue_us * 1e-6
+        # A round that nobody timed took what its parts took.
+        total = drafting + waiting + forward_seconds if round_seconds is None else round_seconds
+        times = RoundTimes(total, drafting, waiting, forward_seconds)
+        pool.usual = times if pool.usual is None else pool.usual.moved(times, _FOLLOWING / num_requests)
+        usual = self._usual = pool.usual if self._usual is None else self._usual.moved(times, _FOLLOWING)
+        others = min(max(verification.batch_tokens - 1 - num_drafted, 0), _PREFILL * usual_tokens)
+        old = self._load
+        self._load = Load(
+            old.num_requests + _FOLLOWING * (num_requests - old.num_requests),
+            old.num_other_tokens + _FOLLOWING * (others - old.num_other_tokens),
+            usual.overhead,
+            usual.num_turns,
+        )
+        pool.load = self._load
         self._seconds = 0.9 * self._seconds + draft_seconds + forward_seconds
         self._tokens = 0.9 * self._tokens + len(advance.token_ids)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 
 from moot.core.costs import DraftCost, VerifyCost
 
@@ -17,10 +18,16 @@ from moot.core.costs import DraftCost, VerifyCost
 @dataclass(frozen=True, slots=True)
 class Load:
     """What shares a verify step with this request: `num_requests` verified together, itself included, and the number
-    of tokens in the step that are not this request's."""
+    of tokens in the step that are not this request's.
 
-    num_requests: int = 1
-    num_other_tokens: int = 0
+    `overhead_seconds`: of a round, spent neither drafting nor on the verifier. `num_turns`: the steps that a verifier
+    which never rests takes for one round of this request; 1 where requests do not wait for it.
+    """
+
+    num_requests: float = 1
+    num_other_tokens: float = 0
+    overhead_seconds: float = 0.0
+    num_turns: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,25 +148,28 @@ class PositionAcceptance:
 
 class Probes:
     """Counts rounds at K = 0. A probe is due after `after` of them, and each further one after twice as many as the one
-    before, up to `at_most`; after one that was accepted whole the next is due at once."""
+    before, up to `at_most`; after one that was accepted whole the next is due at once. Probes are never due so often
+    that they cost more than `share` of the time."""
 
-    def __init__(self, after: int = 16, at_most: int = 256) -> None:
-        if not 1 <= after <= at_most:
-            raise ValueError("after must be in 1..at_most")
-        self._after, self._at_most = after, at_most
-        self._wait, self._waited = after, 0
+    def __init__(self, after: int = 16, at_most: int = 256, share: float = 0.005) -> None:
+        if not 1 <= after <= at_most or share <= 0:
+            raise ValueError("after must be in 1..at_most, share above 0")
+        self._after, self._at_most, self._share = after, at_most, share
+        self._wait: int = after
+        self._waited: float = 0
 
-    def is_due(self) -> bool:
-        """Called once for every round at K = 0."""
+    def is_due(self, cost: float = 0.0) -> bool:
+        """Called once for every round at K = 0. `cost`: of a probe, in rounds at K = 0."""
         self._waited += 1
-        if self._waited <= self._wait:
+        if self._waited <= max(self._wait, cost / self._share):
             return False
         self._waited, self._wait = 0, min(2 * self._wait, self._at_most)
         return True
 
     def accepted(self) -> None:
         """The last probe was accepted whole."""
-        self._wait, self._waited = self._after, self._after
+        # It has paid for itself.
+        self._wait, self._waited = self._after, inf
 
     def start_over(self) -> None:
         """Drafting pays again."""
@@ -170,10 +180,12 @@ class Goodput(LengthPolicy):
     """K = argmax of E[tokens(K)] / T(K, load), every request of the batch taken to draft alike.
 
     E: 1 + sum over j of the product of the first j acceptances, smoothed per request over the pool's. T: measured draft
-    time and measured cost of a step with num_requests * (1 + draft nodes) tokens. K moves only for a gain of more than
-    `hysteresis`. At K = 0 nothing is learned about acceptance, so a probe that is due, by this request's count or by
-    the pool's (requests may be shorter than any wait), drafts `probe_length` tokens; where even drafts that are nearly
-    always accepted would not pay (a saturated verifier), none is made.
+    time, measured cost of a step with num_requests * (1 + draft nodes) tokens, and the load's overhead; where requests
+    wait for the verifier, drafting hides in the steps of others (see _seconds). K moves only for a gain of more than
+    `hysteresis`, to 0 for any: drafting that brings nothing is not kept. At K = 0 nothing is learned about acceptance,
+    so a probe that is due, by this request's count or by the pool's (requests may be shorter than any wait), drafts
+    `probe_length` tokens; where even drafts that are nearly always accepted would not pay (a saturated verifier), none
+    is made.
     """
 
     PROBE_HOPE = 0.95
@@ -204,15 +216,17 @@ class Goodput(LengthPolicy):
         rates = [self._acceptance.rate(depth) for depth in range(self._max_length)]
         goodput = self.goodputs(rates, load)
         best = max(range(self._max_length + 1), key=goodput.__getitem__)
-        if self._length is None or goodput[best] > (1 + self._hysteresis) * goodput[self._length]:
+        margin = 1 + self._hysteresis if best else 1.0
+        if self._length is None or goodput[best] > margin * goodput[self._length]:
             if self._length == 0:
                 self._probes.start_over()
                 self._pool_probes.start_over()
             self._length = best
         if self._length > 0:
             return self._length
+        cost = self._seconds(self._probe_length, load) / self._seconds(0, load) - 1
         # Both count, whichever is due.
-        if not self._probes.is_due() | self._pool_probes.is_due():
+        if not self._probes.is_due(cost) | self._pool_probes.is_due(cost):
             return 0
         hoped = self.goodputs([self.PROBE_HOPE] * self._max_length, load)
         return self._probe_length if max(hoped) > (1 + self._hysteresis) * hoped[0] else 0
@@ -236,10 +250,30 @@ class Goodput(LengthPolicy):
             if length:
                 reached *= rates[length - 1]
                 expected += reached
-            tokens = load.num_requests * (1 + self._nodes_per_token * length)
-            seconds = self._draft_cost.seconds(length) + self._verify_cost.seconds(round(tokens))
-            result.append(expected / seconds)
+            result.append(expected / self._seconds(length, load))
         return result
 
+    def _seconds(self, length: int, load: Load) -> float:
+        """Of a round at K = `length`. Requests that wait for the verifier come in groups, one per step: as few as let
+        each group draft while the others are verified. Of the smallest such number, or of one request each.
+        """
+        tokens = 1 + self._nodes_per_token * length
+        apart = self._draft_cost.seconds(length) + load.overhead_seconds
+        cost = self._verify_cost.seconds
+        if load.num_turns < _TURNS:
+            return apart + cost(round(load.num_requests * tokens))
+        together = load.num_requests * load.num_turns
+        groups = 2
+        while True:
+            step = cost(round(max(together / groups, 1.0) * tokens))
+            if (groups - 1) * step >= _HIDDEN * apart or groups >= together:
+                return max(apart + step, groups * step)
+            groups += 1
+
+
+_TURNS = 1.3
+"""From so many turns on requests are taken to rotate in groups."""
+_HIDDEN = 0.9
+"""Part of drafting that must fit into the other groups' steps: a little late is made up for in the next step."""
 
 LENGTHS = ("goodput", "minions", "fixed")

@@ -147,7 +147,7 @@ class Voters:
         self, plan: Plan, result: VoteResult, advance: Advance, verification: Verification, draft_seconds: float
     ) -> None:
         self._inside = verification.proposals
-        self._policy.learn(plan, result, advance, verification, draft_seconds)
+        self._policy.learn(plan, result, advance, verification, draft_seconds, self.draft_seconds)
 
     def forget_inside(self) -> None:
         """The request has moved: what drafters inside the old verifier proposed is of another place."""

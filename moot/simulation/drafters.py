@@ -1,0 +1,179 @@
+"""A pool of drafter replicas: each drafts for all that wait together, and ahead while nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moot.core.types import Proposal
+from moot.simulation.costs import DraftTime
+from moot.simulation.events import Action, Cores, Timeline
+from moot.simulation.texts import Chain, Text
+
+_NOTHING: Chain = ((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """One drafter: `replicas` of it. `ahead_tokens`: how far past its proposal an idle replica goes on. `overhead_s`:
+    CPU of one ask beside drafting."""
+
+    drafter_id: str
+    replicas: int = 1
+    time: DraftTime = field(default_factory=DraftTime)
+    ahead_tokens: int = 0
+    max_batch: int = 64
+    overhead_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class DraftSession:
+    """What a replica holds of one request: the path drafted so far from `position`, and how long it may become."""
+
+    text: Text
+    replica: Replica
+    position: int = 0
+    path: Chain = _NOTHING
+    goal: int = 0
+    length: int = 0
+    answer: Callable[[Proposal | None], None] | None = None
+
+
+class Replica:
+    """One drafter process."""
+
+    def __init__(self, timeline: Timeline, plan: PoolPlan, number: int, cores: Cores | None) -> None:
+        self._timeline = timeline
+        self._plan = plan
+        self._number = number
+        self._cores = cores
+        self._waiting: dict[int, DraftSession] = {}
+        self._is_busy = False
+        self._idle_since = 0.0
+        self.sessions: dict[int, DraftSession] = {}
+        self.is_alive = True
+        self.busy_s = 0.0
+        self.num_asks = 0
+        self.num_from_ahead = 0
+
+    def ask(self, session: DraftSession, position: int, length: int, answer: Callable[[Proposal | None], None]) -> None:
+        """Propose `length` tokens after `position`; a newer ask of a session takes the place of an older one."""
+        if not self.is_alive:
+            return
+        wait = self._credit()
+        self.num_asks += 1
+        _follow(session, position)
+        session.length, session.answer = length, answer
+        if len(session.path[0]) >= length:
+            self.num_from_ahead += 1
+            session.goal = length + self._plan.ahead_tokens
+            self._waiting.pop(id(session), None)
+            self._answer(session)
+            return
+        self._waiting[id(session)] = session
+        if not self._is_busy:
+            # The step that it is at, drafting ahead, is finished first.
+            self._is_busy = True
+            self._timeline.after(wait, self._begin)
+
+    def close(self, session: DraftSession) -> None:
+        self._credit()
+        self.sessions.pop(id(session), None)
+        self._waiting.pop(id(session), None)
+
+    def die(self) -> list[DraftSession]:
+        """Whatever it held is lost."""
+        self.is_alive = False
+        lost = list(self.sessions.values())
+        self.sessions.clear()
+        self._waiting.clear()
+        return lost
+
+    def _begin(self) -> None:
+        batch: list[DraftSession] = []
+        while self._waiting and len(batch) < self._plan.max_batch:
+            batch.append(self._waiting.pop(next(iter(self._waiting))))
+        if not batch or not self.is_alive:
+            self._is_busy = False
+            self._idle_since = self._timeline.now
+            return
+        missing = max(session.length - len(session.path[0]) for session in batch)
+        seconds = self._plan.time.seconds(missing, len(batch)) + self._plan.overhead_s * len(batch)
+        self.busy_s += seconds
+        self._work(seconds, lambda: self._finish(batch))
+
+    def _work(self, seconds: float, done: Action) -> None:
+        if self._cores is None:
+            self._timeline.after(seconds, done)
+        else:
+            self._cores.run(seconds, 1, done)
+
+    def _finish(self, batch: list[DraftSession]) -> None:
+        if not self.is_alive:
+            return
+        for session in batch:
+            if id(session) not in self.sessions or id(session) in self._waiting:
+                continue
+            session.path = session.text.propose(self._number, session.position, session.length, session.path)
+            session.goal = session.length + self._plan.ahead_tokens
+            self._answer(session)
+        self._begin()
+
+    def _answer(self, session: DraftSession) -> None:
+        answer, session.answer = session.answer, None
+        if answer is not None:
+            ids, confidences = session.path
+            answer(Proposal(self._plan.drafter_id, ids[: session.length], confidences[: session.length]))
+
+    def _credit(self) -> float:
+        """Give the paths what the replica has drafted ahead since it fell idle; returns how long its present step still
+        takes. Worked out when somebody looks, so that idle drafters cost no events."""
+        timeline, ahead = self._timeline, self._plan.ahead_tokens
+        if self._is_busy or not ahead:
+            return 0.0
+        left = timeline.now - self._idle_since
+        if left < 0:
+            return -left
+        self._idle_since = timeline.now
+        while left > 0:
+            batch = [one for one in self.sessions.values() if len(one.path[0]) < one.goal][: self._plan.max_batch]
+            if not batch:
+                break
+            left -= self._plan.time.seconds(1, len(batch))
+            for session in batch:
+                session.path = session.text.propose(
+                    self._number, session.position, len(session.path[0]) + 1, session.path
+                )
+            if left < 0:
+                # The step under way: its tokens are there once it has ended, and the ask waits for that.
+                self._idle_since -= left
+                return -left
+        return 0.0
+
+
+class DrafterPool:
+    """The replicas of one drafter."""
+
+    def __init__(self, timeline: Timeline, plan: PoolPlan, number: int, cores: Cores | None) -> None:
+        self.plan = plan
+        self.replicas = [Replica(timeline, plan, number, cores) for _ in range(plan.replicas)]
+
+    def open(self, text: Text) -> DraftSession | None:
+        """A session at the replica with the fewest; None: no replica is left."""
+        alive = [replica for replica in self.replicas if replica.is_alive]
+        if not alive:
+            return None
+        replica = min(alive, key=lambda one: len(one.sessions))
+        session = DraftSession(text, replica)
+        replica.sessions[id(session)] = session
+        return session
+
+
+def _follow(session: DraftSession, position: int) -> None:
+    """Tokens `session.position` to `position` were committed: keep the path where it runs through them."""
+    ids, confidences = session.path
+    added = position - session.position
+    held = added <= len(ids) and all(ids[i] == session.text.token(session.position + i) for i in range(added))
+    session.path = (ids[added:], confidences[added:]) if held else _NOTHING
+    session.goal = 0
+    session.position = position

@@ -1,0 +1,251 @@
+"""One request: the rounds of the real router, in simulated time and with the project's own policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from moot.core.generation import Generation
+from moot.core.policy import Plan, PoolPolicy, RequestPolicy
+from moot.core.types import Draft, Proposal, SamplingParams, Verification
+from moot.core.voting import VoteResult
+from moot.simulation.drafters import DrafterPool, DraftSession
+from moot.simulation.events import Server, Timeline
+from moot.simulation.texts import Text
+from moot.simulation.verifiers import Verifier, VerifySession
+
+CONTEXT_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RouterPlan:
+    """`open_s`, `round_s`: CPU of a router for a request's opening and for a round, half of it before drafting and half
+    before verifying. `network_s`: one way between any two processes. The deadlines count from the asking."""
+
+    open_s: float = 0.001
+    round_s: float = 0.00035
+    network_s: float = 0.0002
+    soft_deadline_s: float = 0.05
+    hard_deadline_s: float = 0.25
+    quorum: float = 0.5
+    detect_s: float = 0.01
+    """From the loss of a peer to the moment at which its requests go on elsewhere."""
+    num_speculative_tokens: int | None = None
+    """None: the policy decides; n: always n; 0: no drafting."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the last reset. `lengths[k]`: rounds that asked for k tokens; `round_s`: durations of rounds, summed."""
+
+    lengths: dict[int, int]
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    switches: int = 0
+    finished: int = 0
+    round_s: float = 0.0
+    late: int = 0
+    moves: int = 0
+
+
+class Request:
+    """From its opening to its end; then `ended` is called."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        plan: RouterPlan,
+        router: Server,
+        policy: PoolPolicy,
+        pools: list[DrafterPool],
+        text: Text,
+        counts: Counts,
+        ended: Callable[[], None],
+    ) -> None:
+        self._timeline = timeline
+        self._plan = plan
+        self._router = router
+        self._pools = pools
+        self._text = text
+        self._counts = counts
+        self._ended = ended
+        self._policy: RequestPolicy = policy.open([pool.plan.drafter_id for pool in pools], plan.num_speculative_tokens)
+        params = SamplingParams(temperature=0.0, max_tokens=text.num_output)
+        self._generation = Generation(text.prompt_token_ids, params)
+        self._verifier: Verifier | None = None
+        self._session: VerifySession | None = None
+        self._drafting: list[DraftSession | None] = []
+        self._box: _Box | None = None
+        self._round_at = 0.0
+        self._last_length = -1
+
+    def start(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+        self._drafting = [pool.open(self._text) for pool in self._pools]
+        self._router.work(self._plan.open_s, lambda: self._send(self._open))
+
+    def move(self, verifier: Verifier) -> None:
+        """Its verifier is lost: it is opened again elsewhere, with all that is committed."""
+        self._counts.moves += 1
+        self._verifier, self._session, self._box = verifier, None, None
+        self._timeline.after(self._plan.detect_s, self._open)
+
+    def uses(self, number: int, sessions: set[DraftSession]) -> bool:
+        """Whether its session at pool `number` is one of these."""
+        return self._drafting[number] in sessions
+
+    def lose_drafter(self, number: int) -> None:
+        """The replica of this pool is lost: the round goes on without it, the next ask finds another."""
+        self._drafting[number] = None
+        if self._box is not None:
+            self._box.lose(number)
+        self._timeline.after(self._plan.detect_s, partial(self._find_drafter, number))
+
+    def _find_drafter(self, number: int) -> None:
+        if self._drafting[number] is None and not self._generation.is_finished:
+            session = self._drafting[number] = self._pools[number].open(self._text)
+            if session is not None:
+                session.position = len(self._generation.output_token_ids)
+
+    def _send(self, action: Callable[[], None]) -> None:
+        self._timeline.after(self._plan.network_s, action)
+
+    def _open(self) -> None:
+        if self._verifier is None:
+            return
+        verifier = self._verifier
+        length = self._generation.base_length
+        self._session = verifier.open(
+            self._text, length, lambda found: self._send(partial(self._arrive, verifier, found))
+        )
+
+    def _arrive(self, verifier: Verifier, found: Verification) -> None:
+        """A verification is at the router."""
+        if verifier is not self._verifier:
+            return
+        self._router.work(self._plan.round_s / 2, partial(self._take, verifier, found))
+
+    def _take(self, verifier: Verifier, found: Verification) -> None:
+        if verifier is not self._verifier:
+            return
+        if self._box is None:
+            self._generation.open(found)
+            self._counts.tokens += 1
+        else:
+            self._learn(self._box, found)
+        if self._generation.is_finished:
+            self._end()
+        else:
+            self._ask()
+
+    def _learn(self, box: _Box, found: Verification) -> None:
+        result = box.result
+        assert result is not None
+        advance = self._generation.advance(found, result.draft, box.proposals, result.winner_ids)
+        self._policy.learn(box.plan, result, advance, found, box.draft_s, self._timeline.now - box.asked_at)
+        counts = self._counts
+        counts.tokens += len(advance.token_ids)
+        counts.rounds += 1
+        counts.drafted += len(result.draft)
+        counts.accepted += advance.num_accepted
+        counts.round_s += self._timeline.now - self._round_at
+
+    def _ask(self) -> None:
+        plan = self._policy.plan(self._generation, CONTEXT_LIMIT)
+        length = plan.num_speculative_tokens
+        self._round_at = self._timeline.now
+        self._counts.lengths[length] = self._counts.lengths.get(length, 0) + 1
+        self._counts.switches += self._last_length >= 0 and length != self._last_length
+        self._last_length = length
+        box = self._box = _Box(self, plan, self._timeline.now)
+        asked = [(i, one) for i, one in enumerate(self._drafting) if one is not None] if length else []
+        box.open = {number for number, _ in asked}
+        position = len(self._generation.output_token_ids)
+        for number, session in asked:
+            self._send(partial(session.replica.ask, session, position, length, partial(box.answered, number)))
+        if not asked:
+            box.close()
+        else:
+            self._timeline.after(self._plan.soft_deadline_s, box.soft_deadline)
+            self._timeline.after(self._plan.hard_deadline_s, box.close)
+
+    @property
+    def plan(self) -> RouterPlan:
+        return self._plan
+
+    def deliver(self, action: Callable[[], None]) -> None:
+        """An answer on its way back to the router."""
+        self._send(action)
+
+    def collected(self, box: _Box) -> None:
+        if box is self._box:
+            self._counts.late += len(box.open)
+            self._router.work(self._plan.round_s / 2, partial(self._vote, box))
+
+    def _vote(self, box: _Box) -> None:
+        if box is not self._box:
+            return
+        box.draft_s = self._timeline.now - box.asked_at if box.plan.num_speculative_tokens else 0.0
+        box.result = self._policy.vote(box.plan, box.proposals)
+        self._send(partial(self._verify, box, box.result.draft))
+
+    def _verify(self, box: _Box, draft: Draft) -> None:
+        if box is self._box and self._verifier is not None and self._session is not None:
+            self._verifier.verify(self._session, draft)
+
+    def _end(self) -> None:
+        for session in self._drafting:
+            if session is not None:
+                session.replica.close(session)
+        if self._verifier is not None and self._session is not None:
+            self._verifier.close(self._session)
+        self._policy.close()
+        self._counts.finished += 1
+        self._ended()
+
+
+class _Box:
+    """The proposals of one round: closed when all have answered, when a quorum has by the soft deadline, or at the hard
+    one."""
+
+    __slots__ = ("_is_closed", "_request", "asked_at", "draft_s", "open", "plan", "proposals", "result")
+
+    def __init__(self, request: Request, plan: Plan, asked_at: float) -> None:
+        self._request = request
+        self._is_closed = False
+        self.plan = plan
+        self.asked_at = asked_at
+        self.draft_s = 0.0
+        self.open: set[int] = set()
+        self.proposals: list[Proposal] = []
+        self.result: VoteResult | None = None
+
+    def answered(self, number: int, proposal: Proposal | None) -> None:
+        """At the drafter; the router has it a network delay later."""
+        self._request.deliver(partial(self._arrive, number, proposal))
+
+    def _arrive(self, number: int, proposal: Proposal | None) -> None:
+        if self._is_closed or number not in self.open:
+            return
+        if proposal is not None and proposal.token_ids:
+            self.proposals.append(proposal)
+        self.lose(number)
+
+    def lose(self, number: int) -> None:
+        self.open.discard(number)
+        if not self.open:
+            self.close()
+
+    def soft_deadline(self) -> None:
+        if self.plan.num_speculative_tokens and len(self.proposals) >= self._request.plan.quorum * (
+            len(self.proposals) + len(self.open)
+        ):
+            self.close()
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._request.collected(self)

@@ -1,0 +1,224 @@
+"""A whole installation: what it consists of, what happens to it, and what it delivers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from moot.core.policy import PoolPolicy, make_policy
+from moot.simulation.drafters import DrafterPool, DraftSession, PoolPlan
+from moot.simulation.events import Cores, Server, Timeline
+from moot.simulation.requests import Counts, Request, RouterPlan
+from moot.simulation.texts import Texts
+from moot.simulation.verifiers import Verifier, VerifierPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Sizes, costs and events. `concurrency`: requests per verifier that are always under way (a new one for each that
+    ends). `num_cores`: all processes share so many; 0: each has its own. Times in simulated seconds: counted is
+    `measure_s` after `warm_up_s`; at `fail_at_s` (from the start; None: never) the given parts of all drafter replicas
+    and of all verifiers are lost for good."""
+
+    verifier: VerifierPlan
+    pools: tuple[PoolPlan, ...]
+    router: RouterPlan = field(default_factory=RouterPlan)
+    num_verifiers: int = 1
+    num_routers: int = 1
+    concurrency: int = 16
+    num_cores: int = 0
+    max_speculative_tokens: int = 8
+    max_draft_tokens: int = 16
+    shape: str = "tree"
+    warm_up_s: float = 5.0
+    measure_s: float = 10.0
+    fail_at_s: float | None = None
+    failed_drafters: float = 0.0
+    failed_verifiers: float = 0.0
+    slice_s: float = 0.25
+    num_requests: int | None = None
+    """So many requests, then the end, whatever the times say; None: for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`tokens_per_s` of the installation; utilisations are parts of the time, drafters' without drafting ahead;
+    `over_time`: (seconds, tokens/s) of each slice, warm-up included."""
+
+    tokens_per_s: float
+    tokens_per_round: float
+    round_ms: float
+    mean_length: float
+    switches_per_1000_rounds: float
+    router_utilisation: float
+    verifier_utilisation: float
+    drafter_utilisation: float
+    rows_per_step: float
+    late_per_round: float
+    from_ahead: float
+    num_moves: int
+    num_finished: int
+    elapsed_s: float
+    over_time: tuple[tuple[float, float], ...]
+    lengths: dict[int, int]
+
+
+class World:
+    """`run` once."""
+
+    def __init__(self, scenario: Scenario, texts: Texts) -> None:
+        self.scenario = scenario
+        self._texts = texts
+        self._timeline = Timeline()
+        self._cores = Cores(self._timeline, scenario.num_cores) if scenario.num_cores else None
+        self._routers = [Server(self._timeline, self._cores) for _ in range(scenario.num_routers)]
+        self._policies = [self._policy() for _ in self._routers]
+        self._pools = [
+            DrafterPool(self._timeline, plan, number, self._cores) for number, plan in enumerate(scenario.pools)
+        ]
+        self._verifiers = [
+            Verifier(self._timeline, scenario.verifier, self._cores) for _ in range(scenario.num_verifiers)
+        ]
+        self._running: list[dict[int, Request]] = [{} for _ in self._verifiers]
+        self._counts = Counts({})
+        self._num_started = 0
+        self._next_router = 0
+        self._last_end = 0.0
+
+    def _policy(self) -> PoolPolicy:
+        scenario = self.scenario
+        return make_policy(
+            shape=scenario.shape,
+            num_speculative_tokens=scenario.max_speculative_tokens,
+            max_draft_tokens=scenario.max_draft_tokens,
+        )
+
+    def run(self, progress: Callable[[float], None] = lambda part: None) -> Outcome:
+        """`progress` is told the part of the simulated time that is over."""
+        scenario, timeline = self.scenario, self._timeline
+        for index in range(len(self._verifiers)):
+            for place in range(scenario.concurrency):
+                # Not all at once: requests that begin together stay together.
+                timeline.after(1e-4 * place, partial(self._start, index))
+        end = scenario.warm_up_s + scenario.measure_s
+        if scenario.fail_at_s is not None:
+            timeline.after(scenario.fail_at_s, self._fail)
+        over_time: list[tuple[float, float]] = []
+        begin, base = 0.0, self._busy()
+        number = 0
+        while timeline.now < end and not self._is_over:
+            number += 1
+            before = self._counts.tokens
+            timeline.run(min(number * scenario.slice_s, end))
+            if timeline.now >= scenario.warm_up_s > begin:
+                over_time.append((timeline.now, (self._counts.tokens - before) / scenario.slice_s))
+                self._counts_reset()
+                begin, base = timeline.now, self._busy()
+            else:
+                over_time.append((timeline.now, (self._counts.tokens - before) / scenario.slice_s))
+            progress(timeline.now / end)
+        elapsed = (self._last_end if self._is_over else timeline.now) - begin
+        return self._outcome(elapsed, base, tuple(over_time))
+
+    @property
+    def _is_over(self) -> bool:
+        most = self.scenario.num_requests
+        return most is not None and self._num_started >= most and not any(self._running)
+
+    def _counts_reset(self) -> None:
+        # Requests hold the object, so that it is emptied rather than replaced.
+        fresh = Counts({})
+        for name in Counts.__slots__:
+            setattr(self._counts, name, getattr(fresh, name))
+
+    def _start(self, index: int) -> None:
+        most = self.scenario.num_requests
+        if most is not None and self._num_started >= most:
+            return
+        self._num_started += 1
+        number = self._num_started
+        router = self._next_router
+        self._next_router = (router + 1) % len(self._routers)
+
+        def ended() -> None:
+            place = next(at for at in (index, *range(len(self._running))) if number in self._running[at])
+            del self._running[place][number]
+            self._last_end = self._timeline.now
+            self._start(place)
+
+        request = Request(
+            self._timeline,
+            self.scenario.router,
+            self._routers[router],
+            self._policies[router],
+            self._pools,
+            self._texts.next(),
+            self._counts,
+            ended,
+        )
+        self._running[index][number] = request
+        request.start(self._verifiers[index])
+
+    def _fail(self) -> None:
+        scenario = self.scenario
+        for number, pool in enumerate(self._pools):
+            lost: set[DraftSession] = set()
+            for replica in pool.replicas[: round(scenario.failed_drafters * len(pool.replicas))]:
+                lost.update(replica.die())
+            for running in self._running:
+                for request in list(running.values()):
+                    if request.uses(number, lost):
+                        request.lose_drafter(number)
+        num_lost = round(scenario.failed_verifiers * len(self._verifiers))
+        for index in range(num_lost):
+            self._verifiers[index].die()
+            moving, self._running[index] = self._running[index], {}
+            for count, (number, request) in enumerate(moving.items()):
+                place = num_lost + (index + count) % (len(self._verifiers) - num_lost)
+                self._running[place][number] = request
+                request.move(self._verifiers[place])
+
+    def _busy(self) -> tuple[float, float, float, int, int, int, int]:
+        replicas = [replica for pool in self._pools for replica in pool.replicas]
+        return (
+            sum(router.busy_s for router in self._routers),
+            sum(verifier.busy_s for verifier in self._verifiers),
+            sum(replica.busy_s for replica in replicas),
+            sum(verifier.num_steps for verifier in self._verifiers),
+            sum(verifier.num_rows for verifier in self._verifiers),
+            sum(replica.num_asks for replica in replicas),
+            sum(replica.num_from_ahead for replica in replicas),
+        )
+
+    def _outcome(
+        self,
+        elapsed: float,
+        base: tuple[float, float, float, int, int, int, int],
+        over_time: tuple[tuple[float, float], ...],
+    ) -> Outcome:
+        counts = self._counts
+        router, verifier, drafter, steps, rows, asks, ahead = (
+            now - then for now, then in zip(self._busy(), base, strict=True)
+        )
+        rounds = max(counts.rounds, 1)
+        asked = max(sum(counts.lengths.values()), 1)
+        replicas = sum(plan.replicas for plan in self.scenario.pools)
+        return Outcome(
+            tokens_per_s=counts.tokens / elapsed,
+            tokens_per_round=1 + counts.accepted / rounds,
+            round_ms=1e3 * counts.round_s / rounds,
+            mean_length=sum(length * count for length, count in counts.lengths.items()) / asked,
+            switches_per_1000_rounds=1e3 * counts.switches / rounds,
+            router_utilisation=router / elapsed / len(self._routers),
+            verifier_utilisation=verifier / elapsed / len(self._verifiers),
+            drafter_utilisation=drafter / elapsed / max(replicas, 1),
+            rows_per_step=rows / max(steps, 1),
+            late_per_round=counts.late / rounds,
+            from_ahead=ahead / max(asks, 1),
+            num_moves=counts.moves,
+            num_finished=counts.finished,
+            elapsed_s=elapsed,
+            over_time=over_time,
+            lengths=dict(sorted(counts.lengths.items())),
+        )
