@@ -12,7 +12,10 @@ from moot.core.noise import FIRST_MULTIPLIER, MASK32, SECOND_MULTIPLIER, THIRD_M
 def hash32(seed: int, position: int, token_ids: Tensor) -> Tensor:
     """32-bit hashes of `token_ids` (int64, any shape, 0 <= id < 2^32) in an int64 tensor of the same shape."""
     low, high = position_key(seed, position)
-    word = token_ids ^ low
+    return _mixed(token_ids ^ low, high)
+
+
+def _mixed(word: Tensor, high: int | Tensor) -> Tensor:
     word ^= word >> 16
     # Words stay below 2^32 and multipliers below 2^31: no product overflows a signed 64-bit integer.
     word.mul_(FIRST_MULTIPLIER).bitwise_and_(MASK32)
@@ -27,7 +30,16 @@ def hash32(seed: int, position: int, token_ids: Tensor) -> Tensor:
 
 def gumbel(seed: int, position: int, token_ids: Tensor) -> Tensor:
     """G(seed, position, id) of `token_ids` (int64) in float64, within 2 ulp (of max(1, |G|)) of the reference."""
-    uniform = hash32(seed, position, token_ids).to(torch.float64).add_(0.5).mul_(2.0**-32)
+    return _gumbel_of(hash32(seed, position, token_ids))
+
+
+def gumbel_rows(low: Tensor, high: Tensor, token_ids: Tensor) -> Tensor:
+    """`gumbel` with a key per row: int64 [rows, 1] each, the two words of `position_key`; ids [rows or 1, n]."""
+    return _gumbel_of(_mixed(token_ids ^ low, high))
+
+
+def _gumbel_of(hashes: Tensor) -> Tensor:
+    uniform = hashes.to(torch.float64).add_(0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_()
 
 
