@@ -74,13 +74,21 @@ class Segment:
     tiles: list[Tile]
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionArguments:
+    """What a layer calls its attention with: the factor of its scores (None: 1 / sqrt(dim)) and its sliding window."""
+
+    scaling: float | None
+    window: int | None
+
+
 @dataclass(slots=True)
 class Step:
     """Layout of one forward pass. `layers_seen` collects what the probe wants to know about the model."""
 
     segments: list[Segment]
     progress: Callable[[], None]
-    layers_seen: set[int] = field(default_factory=set)
+    layers_seen: dict[int, AttentionArguments] = field(default_factory=dict)
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
@@ -101,11 +109,12 @@ def plan_segment(
     is_chain = all(depth == index for index, depth in enumerate(depths))
     if is_chain:
         cache.pending = Pending(parents, None)
-        groups = [(list(range(first, min(first + rules.tile, count))), None) for first in range(0, count, rules.tile)]
+        groups = [(list(range(count)), None)]
     else:
         layers, two, _, heads, dim = cache.data.shape
         cache.pending = Pending(parents, cache.data.new_zeros(layers, two, count, heads, dim))
-        groups = _path_groups(parents, rules.tile)
+        groups = _path_groups(parents)
+    groups = [(rows, path) for whole, path in groups for rows in _pieces(whole, cache.length + depths[whole[0]], rules)]
     tiles = []
     for rows, path in groups:
         last = depths[rows[-1]]
@@ -126,19 +135,28 @@ def plan_segment(
 def num_step_rows(segments: Sequence[Segment], rules: RowRules) -> int:
     """Rows that the whole step must have so that all products and all tiles are padded by rows that exist."""
     last = segments[-1]
-    count = last.start + last.count
-    full = count // rules.tile * rules.tile
     ends = [tile.rows.stop for segment in segments for tile in segment.tiles if isinstance(tile.rows, slice)]
-    while True:
-        padded = full + (rules.linear.rows(count - full) if count > full else 0)
-        count = max([padded, *ends])
-        if count == padded:
-            return padded
-        full = count // rules.tile * rules.tile
+    return rules.step_rows(max([last.start + last.count, *ends]))
 
 
-def _path_groups(parents: Sequence[int], tile: int) -> list[tuple[list[int], list[int] | None]]:
-    """For each leaf: the rows of its path that no earlier leaf had, in tiles, with the whole path."""
+def _pieces(rows: list[int], position: int, rules: RowRules) -> list[list[int]]:
+    """`rows`, of which the first stands at `position` and each at the next one, cut into tiles.
+
+    Where whole pages are attended to, no tile crosses a page's end: how many slots a row sees is decided by its own
+    position, not by the rows beside it.
+    """
+    pieces: list[list[int]] = []
+    first = 0
+    while first < len(rows):
+        room = PAGE_SLOTS - (position + first) % PAGE_SLOTS if rules.pad_kv else len(rows)
+        last = min(first + rules.tile, first + room, len(rows))
+        pieces.append(rows[first:last])
+        first = last
+    return pieces
+
+
+def _path_groups(parents: Sequence[int]) -> list[tuple[list[int], list[int] | None]]:
+    """For each leaf: the rows of its path that no earlier leaf had, with the whole path."""
     inner = set(parents)
     done: set[int] = set()
     groups: list[tuple[list[int], list[int] | None]] = []
@@ -153,7 +171,7 @@ def _path_groups(parents: Sequence[int], tile: int) -> list[tuple[list[int], lis
         path.reverse()
         rows = [node for node in path if node not in done]
         done.update(rows)
-        groups += [(rows[first : first + tile], path) for first in range(0, len(rows), tile)]
+        groups.append((rows, path))
     return groups
 
 
@@ -179,7 +197,7 @@ def ragged_attention(
     if step is None or attention_mask is not None:
         raise ModelRefused("the model does not pass the step's layout on to its attention function")
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # every module with an AttentionInterface has its index
-    step.layers_seen.add(layer)
+    step.layers_seen[layer] = AttentionArguments(scaling, sliding_window)
     queries = query[0].transpose(0, 1)  # [tokens, heads, dim]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     # Rows that only pad belong to nobody and get zeros.

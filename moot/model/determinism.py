@@ -36,15 +36,39 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """How many rows share a product: at most `tile`, padded. `pad_kv`: attend to whole pages, masked."""
+    """How many rows share a call. Attention: at most `tile` query rows, padded; `pad_kv`: over whole pages, masked.
+
+    Products: at most `product_tile` rows; up to `tile` padded by `linear`, more to a multiple of `product_multiple`.
+    Attention as two products over at most `product_slots` slots, as one fused call over more of them.
+    """
 
     tile: int
     linear: Padding
     attention: Padding
     pad_kv: bool
+    product_tile: int = TILE_ROWS
+    product_multiple: int = TILE_ROWS
+    product_slots: int = 0
+
+    def product_rows(self, num_rows: int) -> int:
+        """Rows that a product of `num_rows` of them must have."""
+        if num_rows <= self.tile:
+            return self.linear.rows(num_rows)
+        return Padding(1, self.product_multiple).rows(num_rows)
+
+    def step_rows(self, num_rows: int) -> int:
+        """Rows that a step must have so that each of its products is padded by rows that exist."""
+        rest = num_rows % self.product_tile
+        return num_rows - rest + (self.product_rows(rest) if rest else 0)
 
 
-NATURAL = RowRules(2**31, Padding(1, 1), Padding(1, 1), False)
+NATURAL = RowRules(2**31, Padding(1, 1), Padding(1, 1), False, 2**31, 1)
+
+PRODUCT_SLOTS = 8192
+"""Attention by products is checked, and used, over at most so many slots."""
+
+# Whole pages even here: what is attended to then lies in one piece and is not copied.
+NATURAL_DECODER = RowRules(128, Padding(1, 1), Padding(1, 1), True, 2**31, 1, PRODUCT_SLOTS)
 
 # Cheapest first. Seen with torch 2.13: bfloat16 products have their own kernel for 1 row; float32 and float64 ones for
 # 1, for 2 to 3 (elsewhere 2 to 12) and for what is left over a multiple of 4 (up to 12 rows; in float64 always).
@@ -100,22 +124,24 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
     rules = tiling.rules
     num_rows = x.numel() // x.shape[-1]
-    if num_rows <= rules.tile and num_rows == rules.linear.rows(num_rows):
+    if num_rows <= rules.product_tile and num_rows == rules.product_rows(num_rows):
         return functional.linear(x, weight, bias)
     rows = x.reshape(num_rows, x.shape[-1])
     output = x.new_empty(num_rows, weight.shape[0])
-    for start in range(0, num_rows, rules.tile):
-        part = rows[start : start + rules.tile]
+    for start in range(0, num_rows, rules.product_tile):
+        part = rows[start : start + rules.product_tile]
         count = part.shape[0]
-        if padding := rules.linear.rows(count) - count:
+        if padding := rules.product_rows(count) - count:
             part = functional.pad(part, (0, 0, 0, padding))
         output[start : start + count] = functional.linear(part, weight, bias)[:count]
         tiling.progress()
     return output.view(*x.shape[:-1], weight.shape[0])
 
 
-def numerics_fingerprint(dtype: torch.dtype, device: torch.device, rules: RowRules) -> str:
+def numerics_fingerprint(dtype: torch.dtype, device: torch.device, rules: RowRules, way: str) -> str:
     """sha256 over everything that decides how numbers round. Equal fingerprints: equal bits for equal inputs.
+
+    `way`: which code computes the pass, the model's own modules or a decoder with weights of its own layout.
 
     The number of compute threads is one of these things, and is taken as it is now: it is set once, by `load_model`.
     Whoever changes it afterwards (`torch.set_num_threads`) needs a new runner.
@@ -131,6 +157,7 @@ def numerics_fingerprint(dtype: torch.dtype, device: torch.device, rules: RowRul
         torch.__version__,
         str(torch.version.git_version),
         f"threads={torch.get_num_threads()}",
+        way,
         repr(rules),
     )
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()

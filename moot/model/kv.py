@@ -74,7 +74,8 @@ class Pending:
 
 
 class SequenceCache:
-    """`data` is [layers, 2, slots, kv_heads, head_dim]; all slots are finite numbers from the start (a masked slot
+    """`data` is [layers, 2, slots, kv_heads, head_dim], in memory heads before slots: what a head attends to lies in
+    one piece, which matrix products take without copying it. All slots are finite numbers from the start (a masked slot
     gets weight 0, and 0 times NaN would be NaN; see `wipe` for tokens whose own numbers are not finite)."""
 
     def __init__(self, pool: KvPool) -> None:
@@ -134,7 +135,9 @@ class SequenceCache:
         if surplus > PAGE_SLOTS:
             # One page of slack stays, so that a crop at a page border does not allocate twice.
             keep = self.num_slots - surplus + PAGE_SLOTS
-            self.data = self.data[:, :, :keep].clone()
+            kept = self._allocate(keep)
+            kept[:, :, :length] = self.data[:, :, :length]
+            self.data = kept
             self._pool.give_back(surplus - PAGE_SLOTS)
 
     @torch.inference_mode()
@@ -171,5 +174,5 @@ class SequenceCache:
     def _allocate(self, num_slots: int) -> Tensor:
         shape = self._pool.shape
         return torch.zeros(
-            shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=shape.device
-        )
+            shape.num_layers, 2, shape.num_kv_heads, num_slots, shape.head_dim, dtype=shape.dtype, device=shape.device
+        ).transpose(2, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moot.core.errors import ConfigError, ModelRefused
 from moot.core.types import ROOT, ModelInfo
-from moot.model.attention import ATTENTION_NAME, STEP_ARGUMENT, Step, plan_segment
-from moot.model.determinism import NATURAL
+from moot.model.attention import ATTENTION_NAME, STEP_ARGUMENT, AttentionArguments, Step, plan_segment
+from moot.model.decoder.build import build_decoder, release
+from moot.model.decoder.decoder import Decoder
+from moot.model.determinism import NATURAL, NATURAL_DECODER
 from moot.model.kv import KvPool, KvShape, SequenceCache
 from moot.model.layers import install
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
+
+_log = logging.getLogger("moot.model")
 
 DTYPES = {
     "float32": torch.float32,
@@ -34,7 +39,10 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`num_embeddings`: ids the model can be fed. `num_logits`: width of a logit row (the padded vocabulary)."""
+    """`num_embeddings`: ids the model can be fed. `num_logits`: width of a logit row (the padded vocabulary).
+
+    `decoder`: what computes the pass when there is one; the modules of `model` then have given it their weights.
+    """
 
     model: nn.Module
     tokenizer: Any
@@ -44,6 +52,7 @@ class LoadedModel:
     num_embeddings: int
     num_logits: int
     selects_rows: bool
+    decoder: Decoder | None = None
 
     def call(self, input_ids: Tensor, position_ids: Tensor, logit_rows: Tensor, extra: dict[str, Any]) -> Tensor:
         """Logits [len(logit_rows), num_logits] of one ragged pass; ids and positions are [1, tokens]."""
@@ -64,8 +73,11 @@ def load_model(
     dtype: str = "auto",
     revision: str | None = None,
     num_threads: int | None = None,
+    lean: bool = True,
 ) -> LoadedModel:
     """Load weights (safetensors only, no remote code) and tokenizer, and prove that the runner can drive the model.
+
+    `lean`: compute with a decoder of our own where one is known and gives the model's numbers, else by its modules.
 
     `dtype` auto: bfloat16 where a short measurement shows that it is faster than float32. Raises ModelRefused, naming
     the model and the reason, for what is not a decoder-only model whose attention is a registered function.
@@ -80,7 +92,7 @@ def load_model(
     tokenizer = load_tokenizer(path_or_id, revision)
     shape = _kv_shape(name, model, chosen_dtype, chosen_device)
     limit = _context_limit(name, model.config)
-    _prove_drivable(name, model, shape, limit)
+    decoder = _prove_drivable(name, model, shape, limit, lean)
     num_embeddings = int(model.get_input_embeddings().weight.shape[0])
     num_logits = int(getattr(model.get_output_embeddings(), "out_features", num_embeddings))
     heads = int(model.config.get_text_config(decoder=True).num_attention_heads)
@@ -93,7 +105,7 @@ def load_model(
         context_limit=limit,
         end_token_ids=_end_token_ids(model, tokenizer),
     )
-    return LoadedModel(model, tokenizer, info, shape, heads, num_embeddings, num_logits, _selects_rows(model))
+    return LoadedModel(model, tokenizer, info, shape, heads, num_embeddings, num_logits, _selects_rows(model), decoder)
 
 
 def choose_device(device: str) -> torch.device:
@@ -154,49 +166,81 @@ def _selects_rows(model: Any) -> bool:
 
 
 @torch.inference_mode()
-def _prove_drivable(name: str, model: Any, shape: KvShape, limit: int) -> None:
-    """Install our layers and attention, run a few tokens in two chunks and compare with the model's own pass."""
+def _prove_drivable(name: str, model: Any, shape: KvShape, limit: int, lean: bool) -> Decoder | None:
+    """Run a few tokens in two chunks and compare with the model's own pass: by a decoder, else by the model's modules
+    with our layers and attention. Returns the decoder if it is what will be used."""
     kind, device = type(model).__name__, shape.device
     count = min(24, limit)
     vocab = int(model.get_input_embeddings().weight.shape[0])
-    token_ids = torch.randint(vocab, (1, count), generator=torch.Generator().manual_seed(0)).to(device)
-    positions = torch.arange(count, device=device)[None]
+    token_ids = torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    ends = (count - 5, count) if count > 5 else (count,)
+    decoder = None
     try:
-        plain = model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0]
-        install(model)
+        plain = model(
+            input_ids=torch.tensor([token_ids], device=device),
+            position_ids=torch.arange(count, device=device)[None],
+            use_cache=False,
+        ).logits[0]
         model.set_attn_implementation(ATTENTION_NAME)
-        ours, seen = _drive(model, shape, token_ids, positions, (count - 5, count) if count > 5 else (count,))
+        _, seen = _drive(model, None, shape, token_ids, ends)
+        if lean and len(seen) == shape.num_layers:
+            decoder = build_decoder(model, shape, seen)
+        if decoder is not None:
+            ours, _ = _drive(model, decoder, shape, token_ids, ends)
+            if not _distance(ours, plain) <= _bound(shape.dtype):
+                _log.warning("%s: %s is computed by its own modules, which is slower", name, kind)
+                decoder = None
+        if decoder is None:
+            install(model)
+            ours, seen = _drive(model, None, shape, token_ids, ends)
     except (ModelRefused, TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
         raise ModelRefused(f"{name}: {kind} cannot be driven: {error}") from error
-    if seen != set(range(shape.num_layers)):
+    if set(seen) != set(range(shape.num_layers)):
         raise ModelRefused(
             f"{name}: {kind} has {shape.num_layers} layers, of which {len(seen)} use the registered attention;"
             " state-space layers and attention of a model's own cannot be driven"
         )
-    distance = ((ours - plain).double().norm(dim=-1) / plain.double().norm(dim=-1).clamp_min(1e-30)).max().item()
-    # Half-precision models of many layers drift by some per cent; a wrong mask or position gives errors near 1.
-    bound = 1e-3 if shape.dtype in (torch.float32, torch.float64) else 0.1
-    if not distance <= bound:
+    distance = _distance(ours, plain)
+    if not distance <= _bound(shape.dtype):
         raise ModelRefused(f"{name}: {kind} cannot be driven: logits differ from its own attention's by {distance:.2g}")
+    if decoder is not None:
+        release(model)
+    return decoder
+
+
+def _distance(ours: Tensor, plain: Tensor) -> float:
+    """Largest relative error of a row."""
+    return float(((ours - plain).double().norm(dim=-1) / plain.double().norm(dim=-1).clamp_min(1e-30)).max())
+
+
+def _bound(dtype: torch.dtype) -> float:
+    # Half-precision models of many layers drift by some per cent; a wrong mask or position gives errors near 1.
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
 
 
 def _drive(
-    model: Any, shape: KvShape, token_ids: Tensor, positions: Tensor, ends: Sequence[int]
-) -> tuple[Tensor, set[int]]:
+    model: Any, decoder: Decoder | None, shape: KvShape, token_ids: list[int], ends: Sequence[int]
+) -> tuple[Tensor, dict[int, AttentionArguments]]:
     """Logits [tokens, vocab] of a pass in chunks that end at `ends`, and the layers whose attention was ours."""
     cache = SequenceCache(KvPool(shape, ends[-1]))
     logits: list[Tensor] = []
-    seen: set[int] = set()
+    seen: dict[int, AttentionArguments] = {}
     for end in ends:
-        size = end - cache.length
+        first, size = cache.length, end - cache.length
         cache.reserve(end)
-        step = Step([plan_segment(cache, 0, range(ROOT, size - 1), range(size), NATURAL)], lambda: None)
-        own = slice(cache.length, end)
-        output = model(
-            input_ids=token_ids[:, own], position_ids=positions[:, own], use_cache=False, **{STEP_ARGUMENT: step}
-        )
+        rules = NATURAL if decoder is None else NATURAL_DECODER
+        step = Step([plan_segment(cache, 0, range(ROOT, size - 1), range(size), rules)], lambda: None)
+        if decoder is not None:
+            logits.append(decoder.forward(token_ids[first:end], range(first, end), range(size), step, rules))
+        else:
+            output = model(
+                input_ids=torch.tensor([token_ids[first:end]], device=shape.device),
+                position_ids=torch.arange(first, end, device=shape.device)[None],
+                use_cache=False,
+                **{STEP_ARGUMENT: step},
+            )
+            logits.append(output.logits[0])
         cache.commit(range(size))
-        logits.append(output.logits[0])
         seen |= step.layers_seen
     return torch.cat(logits), seen
 

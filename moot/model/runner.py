@@ -12,7 +12,7 @@ from moot.core.errors import ContextLengthExceeded
 from moot.core.types import ROOT, ModelInfo
 from moot.model import selfcheck
 from moot.model.attention import STEP_ARGUMENT, Segment, Step, depths_of, num_step_rows, plan_segment
-from moot.model.determinism import NATURAL, RowRules, numerics_fingerprint, tiled
+from moot.model.determinism import NATURAL, NATURAL_DECODER, RowRules, numerics_fingerprint, tiled
 from moot.model.kv import KvPool, SequenceCache
 from moot.model.load import LoadedModel
 
@@ -45,14 +45,13 @@ class ModelRunner:
         self.info: ModelInfo = loaded.info
         self.dtype, self.device = loaded.kv_shape.dtype, loaded.kv_shape.device
         self.pool = KvPool(loaded.kv_shape, kv_capacity_tokens)
-        self.rules: RowRules = selfcheck.find_rules(loaded) if deterministic else NATURAL
-        self.numerics_fingerprint = numerics_fingerprint(self.dtype, self.device, self.rules)
+        self.deterministic = deterministic
+        natural = NATURAL if loaded.decoder is None else NATURAL_DECODER
+        self.rules: RowRules = selfcheck.find_rules(loaded) if deterministic else natural
+        way = "modules" if loaded.decoder is None else "decoder, packed weights"
+        self.numerics_fingerprint = numerics_fingerprint(self.dtype, self.device, self.rules, way)
         if deterministic:
             selfcheck.check_passes(self)
-
-    @property
-    def deterministic(self) -> bool:
-        return self.rules is not NATURAL
 
     def new_cache(self) -> SequenceCache:
         return SequenceCache(self.pool)
@@ -72,13 +71,16 @@ class ModelRunner:
         token_ids += [token_ids[-1]] * padding
         positions += [positions[-1]] * padding
         step = Step(segments, progress)
-        with tiled(self.rules, progress):
-            logits = self.loaded.call(
-                torch.tensor([token_ids], device=self.device),
-                torch.tensor([positions], device=self.device),
-                torch.tensor(logit_rows, device=self.device),
-                {STEP_ARGUMENT: step},
-            )
+        if self.loaded.decoder is not None:
+            logits = self.loaded.decoder.forward(token_ids, positions, logit_rows, step, self.rules)
+        else:
+            with tiled(self.rules, progress):
+                logits = self.loaded.call(
+                    torch.tensor([token_ids], device=self.device),
+                    torch.tensor([positions], device=self.device),
+                    torch.tensor(logit_rows, device=self.device),
+                    {STEP_ARGUMENT: step},
+                )
         return list(logits.split([len(item.logit_rows) for item in inputs]))
 
     def _plan(self, inputs: Sequence[SequenceInput]) -> tuple[list[Segment], list[int], list[int], list[int]]:

@@ -1,13 +1,8 @@
-"""The check behind deterministic mode: the same rows in different company, compared bit by bit.
-
-Rounding that differs in the last bits of a float32 sum is mostly hidden when the result is rounded to bfloat16, and
-then shows once in ten thousand tokens. So the inputs here are made to cancel: every sum is exactly zero, and what
-comes out is nothing but the rounding of its partial sums. Any difference in their order shows in most elements.
-"""
+"""The check behind deterministic mode: which paddings make rows round alike here, found out bit by bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,15 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from moot.core.errors import ConfigError
-from moot.model.determinism import (
-    TILE_ROWS,
-    Padding,
-    RowRules,
-    attention_candidates,
-    linear_candidates,
-)
+from moot.model.decoder.check import decoder_rules
+from moot.model.determinism import TILE_ROWS, RowRules, attention_candidates, linear_candidates
 from moot.model.kv import PAGE_SLOTS, KvPool, SequenceCache
 from moot.model.layers import SharedLinear, foreign_products
+from moot.model.rowcases import Case, cancelling, first_holding
 
 if TYPE_CHECKING:
     from moot.model.load import LoadedModel
@@ -37,17 +28,19 @@ _PASS_TOKENS = 40
 
 def find_rules(loaded: LoadedModel) -> RowRules:
     """The cheapest paddings under which rows round alike here. Raises ConfigError when there are none."""
+    if loaded.decoder is not None:
+        return decoder_rules(loaded.decoder, loaded.info.context_limit)
     if foreign := foreign_products(loaded.model):
         raise ConfigError(
             f"deterministic mode covers products of linear layers only; {loaded.info.model} also has {foreign[0]}"
         )
     dtype, generator = loaded.kv_shape.dtype, torch.Generator().manual_seed(0)
     products = [_linear_case(loaded, shape, generator) for shape in _distinct_shapes(loaded.model)]
-    linear = _first_holding(linear_candidates(dtype), products)
+    linear = first_holding(linear_candidates(dtype), products)
     if linear is None:
         raise ConfigError(f"deterministic mode does not hold: {dtype} matrix products depend on the number of rows")
     attentions = [_attention_case(loaded, cancel_scores, generator) for cancel_scores in (True, False)]
-    attention = _first_holding(attention_candidates(dtype), attentions)
+    attention = first_holding(attention_candidates(dtype), attentions)
     if attention is None:
         raise ConfigError(f"deterministic mode does not hold: {dtype} attention depends on the number of rows")
     return RowRules(TILE_ROWS, linear, attention, True)
@@ -67,29 +60,6 @@ def check_passes(runner: ModelRunner) -> None:
             )
 
 
-class _Case:
-    """One product of TILE_ROWS rows; `compute(index)` gives the rows with these indices in one call."""
-
-    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
-        self._compute = compute
-        self._whole = compute(torch.arange(TILE_ROWS))
-
-    def holds(self, padding: Padding) -> bool:
-        """Whether every count of rows, at the start and at the end of the tile, gives the whole tile's bits."""
-        if padding.rows(TILE_ROWS) != TILE_ROWS:
-            return False
-        for count in range(1, TILE_ROWS + 1):
-            for first in {0, TILE_ROWS - count}:
-                index = torch.arange(first, first + padding.rows(count)).clamp_max(first + count - 1)
-                if not torch.equal(self._compute(index)[:count], self._whole[first : first + count]):
-                    return False
-        return True
-
-
-def _first_holding(paddings: Sequence[Padding], cases: Sequence[_Case]) -> Padding | None:
-    return next((padding for padding in paddings if all(case.holds(padding) for case in cases)), None)
-
-
 def _distinct_shapes(model: nn.Module) -> list[tuple[int, int, bool]]:
     weights = [
         (module.product.weight, module.product.bias)
@@ -101,21 +71,9 @@ def _distinct_shapes(model: nn.Module) -> list[tuple[int, int, bool]]:
     return sorted({(weight.shape[0], weight.shape[1], bias is not None) for weight, bias in weights})
 
 
-def _cancelling(
-    left: Sequence[int], right: Sequence[int], size: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Two tensors [*left, size] and [*right, size] whose products over the last axis are exactly zero."""
-    half = size // 2
-    order = torch.randperm(half * 2, generator=generator)
-    x, y = torch.randn(*left, half, generator=generator), torch.randn(*right, half, generator=generator)
-    odd = size - half * 2
-    first = nn.functional.pad(torch.cat((x, -x), -1)[..., order], (0, odd))
-    return first, nn.functional.pad(torch.cat((y, y), -1)[..., order], (0, odd))
-
-
-def _linear_case(loaded: LoadedModel, shape: tuple[int, int, bool], generator: torch.Generator) -> _Case:
+def _linear_case(loaded: LoadedModel, shape: tuple[int, int, bool], generator: torch.Generator) -> Case:
     outputs, inputs, has_bias = min(shape[0], _MOST_OUTPUTS), shape[1], shape[2]
-    rows, weight = _cancelling((TILE_ROWS,), (outputs,), inputs, generator)
+    rows, weight = cancelling((TILE_ROWS,), (outputs,), inputs, generator)
     like = torch.empty(0, dtype=loaded.kv_shape.dtype, device=loaded.kv_shape.device)
     rows, weight = rows.to(like), weight.to(like)
     bias = like.new_zeros(outputs) if has_bias else None
@@ -124,15 +82,15 @@ def _linear_case(loaded: LoadedModel, shape: tuple[int, int, bool], generator: t
     def compute(index: Tensor) -> Tensor:
         return nn.functional.linear(rows[index], weight, bias)
 
-    return _Case(compute)
+    return Case(compute)
 
 
-def _attention_case(loaded: LoadedModel, cancel_scores: bool, generator: torch.Generator) -> _Case:
+def _attention_case(loaded: LoadedModel, cancel_scores: bool, generator: torch.Generator) -> Case:
     """Scores that are nothing but rounding, scaled up; or equal scores over values that cancel."""
     shape, heads = loaded.kv_shape, loaded.num_heads
     slots, kv_heads, dim = PAGE_SLOTS, shape.num_kv_heads, shape.head_dim
     if cancel_scores:
-        query, key = _cancelling((heads, TILE_ROWS), (kv_heads, slots), dim, generator)
+        query, key = cancelling((heads, TILE_ROWS), (kv_heads, slots), dim, generator)
         value = torch.randn(kv_heads, slots, dim, generator=generator)
         scaling = 0.1 / torch.finfo(torch.promote_types(shape.dtype, torch.float32)).eps
     else:
@@ -146,22 +104,18 @@ def _attention_case(loaded: LoadedModel, cancel_scores: bool, generator: torch.G
     mask[:, slots - 12 :] = float("-inf")
 
     @torch.inference_mode()
-    def attend(index: Tensor, pages: int) -> Tensor:
-        longer = nn.functional.pad(mask, (0, (pages - 1) * slots), value=float("-inf"))
+    def attend(index: Tensor) -> Tensor:
         result = scaled_dot_product_attention(
             query[None, :, index],
-            key[None].repeat(1, 1, pages, 1),
-            value[None].repeat(1, 1, pages, 1),
-            attn_mask=longer[index],
+            key[None],
+            value[None],
+            attn_mask=mask[index],
             scale=scaling,
             enable_gqa=heads != kv_heads,
         )
         return result[0].transpose(0, 1)
 
-    whole = torch.arange(TILE_ROWS)
-    if not torch.equal(attend(whole, 1), attend(whole, 2)):
-        raise ConfigError("deterministic mode does not hold: masked pages of KV change attention")
-    return _Case(lambda index: attend(index, 1))
+    return Case(attend)
 
 
 def _last_logits(runner: ModelRunner, token_ids: Sequence[int], chunks: Sequence[int]) -> Tensor:

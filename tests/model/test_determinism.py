@@ -151,7 +151,7 @@ def test_the_check_finds_row_counts_that_differ(tmp_path: Path, dtype: str, monk
         parts = [plain_linear(*wide[:2]).float(), plain_linear(*wide[2:]).float()]
         return (parts[0] + parts[1]).to(input.dtype)
 
-    loaded = load_model(make_tiny_model(tmp_path), dtype=dtype)
+    loaded = load_model(make_tiny_model(tmp_path), dtype=dtype, lean=False)
     monkeypatch.setattr(nn.functional, "linear", two_kernels)
     rules = selfcheck.find_rules(loaded)
     assert rules.linear.minimum >= 8

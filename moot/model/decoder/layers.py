@@ -1,0 +1,110 @@
+"""What a decoder layer consists of besides products and attention, each as a function of rows.
+
+No function lets a row's numbers depend on the other rows. Where torch splits an element-wise operation among threads,
+or vectors end, elements are rounded by other code; so operations that are not exact take whole rows, few per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moot.model.decoder.products import Product
+
+_SERIAL_ELEMENTS = 32767
+"""torch splits an element-wise operation among threads beyond this many elements."""
+
+
+def in_row_parts(operation: Callable[..., Tensor], width: int, *operands: Tensor) -> Tensor:
+    """`operation(*operands)`, whose results have `width` elements a row, in calls that one thread computes."""
+    rows, per_call = operands[0].shape[0], max(1, _SERIAL_ELEMENTS // width)
+    if rows <= per_call:
+        return operation(*operands)
+    return torch.cat([operation(*parts) for parts in zip(*(x.split(per_call) for x in operands), strict=True)])
+
+
+class Norm:
+    """Root-mean-square normalisation as one layer normalisation, of x beside -x.
+
+    The mean of x and -x is zero and their variance is the mean square of x, so layer normalisation of both does what
+    half a dozen element-wise operations would, in float32 throughout: scale x / sqrt(mean(x^2) + epsilon).
+    """
+
+    __slots__ = ("_epsilon", "_scale", "width")
+
+    def __init__(self, scale: Tensor, epsilon: float) -> None:
+        self.width = scale.shape[0]
+        self._scale = torch.cat((scale, scale)).detach()
+        self._epsilon = epsilon
+
+    def __call__(self, both: Tensor) -> Tensor:
+        """both: [rows, 2 width], x beside -x. Returns [rows, width]."""
+        return functional.layer_norm(both, (2 * self.width,), self._scale, None, self._epsilon)[:, : self.width]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """Root-mean-square normalisation of each query and key head, before it is turned. scale: float32 [heads, dim]."""
+
+    scale: Tensor
+    epsilon: float
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        return functional.rms_norm(heads, heads.shape[-1:], None, self.epsilon).mul_(self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer. `queries_keys_values` gives a row's query heads and key heads, in pairs, and its value heads."""
+
+    before_attention: Norm
+    queries_keys_values: Product
+    head_norm: HeadNorm | None
+    query_scale: float
+    attended: Product
+    before_mlp: Norm
+    gate_up: Product
+    down: Product
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    query_heads: int
+    kv_heads: int
+    dim: int
+
+    @property
+    def group(self) -> int:
+        return self.query_heads // self.kv_heads
+
+    @property
+    def turned(self) -> int:
+        """Heads that are turned: queries and keys."""
+        return self.query_heads + self.kv_heads
+
+
+def turned_heads(
+    projected: Tensor, turns: Tensor, shape: HeadShape, norm: HeadNorm | None, query_scale: float
+) -> Tensor:
+    """Query and key heads, float32 [rows, heads, dim], of a projection [rows, outputs] turned to their positions."""
+    rows = projected.shape[0]
+    heads = projected[:, : shape.turned * shape.dim].float().view(rows, shape.turned, shape.dim)
+    if norm is not None:
+        heads = norm(heads)
+    if query_scale != 1.0:
+        heads[:, : shape.query_heads].mul_(query_scale)
+    pairs = torch.view_as_complex(heads.view(rows, shape.turned, shape.dim // 2, 2))
+    turned = in_row_parts(torch.mul, shape.turned * shape.dim // 2, pairs, turns)
+    return torch.view_as_real(turned).view(rows, shape.turned, shape.dim)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate and up side by side, [rows, 2 width] to [rows, width]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    active = in_row_parts(functional.silu, gate.shape[-1], gate)
+    return torch.mul(active, up, out=active)

@@ -1,0 +1,117 @@
+"""The attention tiles of one step with everything that is the same in all layers looked up once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moot.model.attention import Segment, Step, Tile
+from moot.model.decoder.layers import HeadShape
+from moot.model.determinism import RowRules
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
+
+
+class _Stored:
+    """Where a segment's keys and values go: per layer [2, kv_heads, tokens, dim]."""
+
+    __slots__ = ("keys_values", "rows")
+
+    def __init__(self, segment: Segment) -> None:
+        cache = segment.cache
+        self.rows = slice(segment.start, segment.start + segment.count)
+        pending = cache.pending
+        if pending is not None and pending.tree_kv is not None:
+            self.keys_values = pending.tree_kv.transpose(2, 3).unbind(0)
+        else:
+            slots = cache.data.transpose(2, 3)
+            self.keys_values = slots[:, :, :, cache.length : cache.length + segment.count].unbind(0)
+
+
+class _Attended:
+    """One tile: its queries, what they attend to in each layer, and where the result goes."""
+
+    __slots__ = ("_masks", "_tile", "by_products", "index", "keys", "moved", "output", "queries", "values")
+
+    def __init__(
+        self, segment: Segment, tile: Tile, queries: Tensor, mixed: Tensor, heads: HeadShape, limit: int
+    ) -> None:
+        kv_heads, dim = heads.kv_heads, heads.dim
+        slots = segment.cache.data.transpose(2, 3)  # [layers, 2, kv_heads, slots, dim]
+        attended = slots[:, :, :, : tile.kv_length]
+        self.keys, self.values = attended[:, 0].unbind(0), attended[:, 1].unbind(0)
+        self.by_products = tile.kv_length <= limit
+        self._tile, self._masks = tile, {}  # type: tuple[Tile, dict[int | None, Tensor]]
+        self.index: Tensor | None = None
+        self.moved: tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor] | None = None
+        if isinstance(tile.rows, slice):
+            self.queries = queries[:, tile.rows].view(kv_heads, -1, dim)
+            self.output = mixed[tile.own_rows].transpose(0, 1)
+        else:
+            self.index, self.queries, self.output = tile.rows, queries, mixed
+        pending, length = segment.cache.pending, segment.cache.length
+        if tile.path is not None and pending is not None and pending.tree_kv is not None:
+            tail = slots[:, :, :, length : length + len(tile.path)]
+            self.moved = pending.tree_kv.transpose(2, 3).unbind(0), tail.unbind(0), tile.path
+
+    def mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
+        """[rows * group, kv_length]."""
+        if window not in self._masks:
+            self._masks[window] = self._tile.mask(window, dtype).repeat_interleave(group, 0)
+        return self._masks[window]
+
+    def attend(self, layer: int, window: int | None, group: int, function: Attend) -> None:
+        queries = self.queries
+        if self.moved is not None:
+            tree, tail, path = self.moved
+            tail[layer].copy_(tree[layer].index_select(2, path))
+        if self.index is not None:
+            kv_heads, _, _, dim = queries.shape
+            queries = queries.index_select(1, self.index).view(kv_heads, -1, dim)
+        mask = self.mask(window, group, queries.dtype)
+        result = function(queries, self.keys[layer], self.values[layer], mask, group, self.by_products)
+        result = result.view(result.shape[0], -1, group, result.shape[2])
+        if self.index is None:
+            self.output.copy_(result[:, : self._tile.num_rows])
+        else:
+            own = self.index[: self._tile.num_rows]
+            self.output.index_copy_(0, own, result[:, : self._tile.num_rows].transpose(0, 1))
+
+
+class StepTiles:
+    """Takes each layer's heads of all rows, and gives what attention makes of them."""
+
+    def __init__(self, step: Step, rows: int, heads: HeadShape, rules: RowRules) -> None:
+        data = step.segments[0].cache.data
+        self._heads = heads
+        self._progress = step.progress
+        self._queries = data.new_empty(heads.kv_heads, rows, heads.group, heads.dim)
+        # Rows that only pad belong to nobody and get zeros.
+        self._mixed = data.new_zeros(rows, heads.kv_heads, heads.group, heads.dim)
+        self._flat = self._mixed.view(rows, -1)
+        self._stored = [_Stored(segment) for segment in step.segments]
+        self._tiles = [
+            _Attended(segment, tile, self._queries, self._mixed, heads, rules.product_slots)
+            for segment in step.segments
+            for tile in segment.tiles
+        ]
+
+    def store(self, layer: int, turned: Tensor, values: Tensor) -> None:
+        """Keys and values go into the caches. turned: query and key heads [rows, heads, dim]; values: value heads."""
+        heads, rows = self._heads, turned.shape[0]
+        queries = turned[:, : heads.query_heads].view(rows, heads.kv_heads, heads.group, heads.dim)
+        self._queries.copy_(queries.transpose(0, 1))
+        keys = turned[:, heads.query_heads :]
+        for stored in self._stored:
+            to_keys, to_values = stored.keys_values[layer].unbind(0)
+            to_keys.copy_(keys[stored.rows].transpose(0, 1))
+            to_values.copy_(values[stored.rows].transpose(0, 1))
+
+    def attend(self, layer: int, window: int | None, function: Attend) -> Tensor:
+        """[rows, heads * dim]."""
+        for tile in self._tiles:
+            tile.attend(layer, window, self._heads.group, function)
+            self._progress()
+        return self._flat
