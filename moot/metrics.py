@@ -81,9 +81,16 @@ class Metrics:
         self.verify_batch_size = self._histogram("verify_batch_size", "Requests in a forward pass.", COUNT_BUCKETS)
         self.verify_batch_tokens = self._histogram("verify_batch_tokens", "Tokens in a forward pass.", COUNT_BUCKETS)
         self.forward_seconds = self._seconds("forward_seconds", "Forward pass and sampling of one step.")
-        self.draft_seconds = self._seconds("draft_seconds", "Time to make the proposals of one batch.")
+        self.draft_seconds = self._seconds("draft_seconds", "Drafting for one ask, from its first step to its answer.")
         self.draft_ahead_answers = self._counter(
             "draft_ahead_answers", "Proposals that were drafted before the ask came."
+        )
+        self.draft_ahead_tokens = self._counter("draft_ahead_tokens", "Tokens drafted while nobody asked for them.")
+        self.draft_ahead_used_tokens = self._counter(
+            "draft_ahead_used_tokens", "Tokens drafted ahead that were proposed later on, or committed as guessed."
+        )
+        self.draft_ahead_dropped_tokens = self._counter(
+            "draft_ahead_dropped_tokens", "Tokens drafted ahead for a text that came otherwise, or had ended."
         )
         self.asks_dropped = self._counter("asks_dropped", "Asks a drafter did not draft for, and why.", "reason")
         self.prefix_cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")

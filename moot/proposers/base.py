@@ -32,6 +32,8 @@ class Ask(Generic[SessionT]):
     session: SessionT
     num_speculative_tokens: int
     width: int = 1
+    is_ahead: bool = False
+    """Nobody waits for it: it takes no room that another session holds, and gets nothing where there is none."""
 
 
 class Proposer(ABC, Generic[SessionT]):
@@ -44,6 +46,11 @@ class Proposer(ABC, Generic[SessionT]):
     """Prefix length past which it abstains."""
     model_info: ModelInfo | None = None
     """Of kinds with a model: what it is."""
+    device: str = "cpu"
+    """Where it computes, in torch's words."""
+    is_stepwise: ClassVar[bool] = False
+    """A chain costs one step per token, shared by all asks of a call, and asking for a longer one after the same prefix
+    goes on where the shorter one ended. The engine then takes one step at a time, and drafts ahead."""
 
     @abstractmethod
     def open(self, prefix: Sequence[int], params: SamplingParams) -> SessionT:

@@ -10,7 +10,7 @@ Confidence byte: round(255 * p), p the probability of the token in the draft mod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -75,6 +75,7 @@ class NeuralSession:
 
 class NeuralProposer(Proposer[NeuralSession]):
     kind = "neural"
+    is_stepwise = True
 
     def __init__(self, options: NeuralOptions) -> None:
         loaded = load_model(
@@ -87,6 +88,7 @@ class NeuralProposer(Proposer[NeuralSession]):
         self.model_info = replace(info, vocab_size=self.vocab_size, context_limit=self.context_limit)
         self._num_embeddings = loaded.num_embeddings
         self._runner = ModelRunner(loaded, options.kv_capacity_tokens, options.deterministic)
+        self.device = self._runner.device.type
         self._sampler = Sampler(self.vocab_size, info.end_token_ids)
         self._min_confidence = options.min_confidence
         self._sharpen = options.sharpen
@@ -132,8 +134,13 @@ class NeuralProposer(Proposer[NeuralSession]):
     def propose(self, asks: Sequence[Ask[NeuralSession]]) -> list[list[Chain]]:
         lengths = [self._room(ask) for ask in asks]
         for ask in asks:
+            if ask.is_ahead:
+                continue
             self._sessions[id(ask.session)] = self._sessions.pop(id(ask.session))
-        self._draft_chains([(ask.session, n) for ask, n in zip(asks, lengths, strict=True) if ask.width == 1 and n])
+        chains = [(ask, n) for ask, n in zip(asks, lengths, strict=True) if ask.width == 1 and n]
+        self._draft_chains(
+            [(ask.session, n) for ask, n in chains], {id(ask.session) for ask, _ in chains if ask.is_ahead}
+        )
         branches = self._draft_branches(
             [(ask.session, n, ask.width) for ask, n in zip(asks, lengths, strict=True) if ask.width > 1 and n]
         )
@@ -161,6 +168,9 @@ class NeuralProposer(Proposer[NeuralSession]):
         """Tokens to draft; 0: abstain."""
         if ask.width < 1 or ask.num_speculative_tokens < 1 or not self._is_usable(ask.session):
             return 0
+        if ask.is_ahead and _num_missing(ask.session) > 0:
+            # Its cache has made room for others: what is read again is for an ask.
+            return len(ask.session.ahead)
         return min(ask.num_speculative_tokens, self.context_limit - len(ask.session.tokens))
 
     def _prefill(self, sessions: Sequence[NeuralSession]) -> None:
@@ -181,19 +191,23 @@ class NeuralProposer(Proposer[NeuralSession]):
                 session.cache.commit(range(len(item.token_ids)))
         return [session for session, _ in work if _num_missing(session) > 0]
 
-    def _draft_chains(self, goals: Sequence[tuple[NeuralSession, int]]) -> None:
-        """Lengthen every session's path to its goal, one token a forward."""
+    def _draft_chains(self, goals: Sequence[tuple[NeuralSession, int]], ahead: set[int]) -> None:
+        """Lengthen every session's path to its goal, one token a forward. `ahead`: identities of those who give way."""
         while goals := [(s, goal) for s, goal in goals if len(s.ahead) < goal and not s.stopped]:
-            sessions = [session for session, _ in goals]
-            self._prefill(sessions)
-            work = [(session, _last_id(session)) for session in sessions if not session.stopped]
+            asked = [session for session, _ in goals if id(session) not in ahead]
+            self._prefill(asked)
+            # One that gives way may have lost its cache to an ask by now.
+            fit = [s for s, _ in goals if not s.stopped and not (id(s) in ahead and _num_missing(s) > 0)]
+            work = [(session, _last_id(session)) for session in fit]
             rows: list[Tensor] = []
             fed: list[NeuralSession] = []
-            for session, _, logits in self._forward(work, sessions):
+            for session, _, logits in self._forward(work, asked, ahead):
                 if logits is not None:
                     session.cache.commit((0,))
                     rows.append(logits)
                     fed.append(session)
+            unfed = ahead.difference(map(id, fed))
+            goals = [(session, goal) for session, goal in goals if id(session) not in unfed]
             if fed:
                 self._choose(torch.cat(rows), fed)
 
@@ -301,11 +315,15 @@ class NeuralProposer(Proposer[NeuralSession]):
         return paths
 
     def _forward(
-        self, work: Sequence[tuple[NeuralSession, SequenceInput]], busy: Sequence[NeuralSession]
+        self,
+        work: Sequence[tuple[NeuralSession, SequenceInput]],
+        busy: Sequence[NeuralSession],
+        ahead: Collection[int] = (),
     ) -> list[tuple[NeuralSession, SequenceInput, Tensor | None]]:
         """One ragged forward of some of `busy`, the sessions drafted for at present.
 
-        Without room, others lose their caches; then the last of `busy` goes without, whether or not it is in `work`.
+        Without room, those `ahead` (identities) go without this time; then others lose their caches; then the last of
+        `busy` goes without, whether or not it is in `work`.
         """
         served = list(work)
         results: list[Tensor] = []
@@ -314,6 +332,9 @@ class NeuralProposer(Proposer[NeuralSession]):
                 results = self._runner.forward([item for _, item in served])
                 break
             except NoCapacity:
+                if any(id(session) in ahead for session, _ in served):
+                    served = [(session, item) for session, item in served if id(session) not in ahead]
+                    continue
                 kept = set(map(id, busy))
                 idle = next((s for s in self._sessions.values() if id(s) not in kept and s.cache.num_slots), None)
                 if idle is None:

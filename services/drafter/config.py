@@ -35,8 +35,11 @@ class DrafterConfig:
     max_queued_answers: int = setting(8192, help="answers of one stream not yet sent; past it the stream is ended")
     max_speculative_tokens: int = setting(64, help="tokens drafted for one ask at most, whatever it asks for")
     max_width: int = setting(8, help="proposals for one ask at most, whatever it asks for")
-    draft_ahead_tokens: int = setting(
-        0, help="tokens drafted past the own proposal while idle; 0: off, as where verifier and drafter share cores"
+    draft_ahead: str = setting(
+        "auto",
+        help="draft the next proposal while the last one is verified; auto: on where the drafter computes on a device, "
+        "or is pinned to cores of its own",
+        choices=("auto", "on", "off"),
     )
     session_idle_limit_s: float = setting(120.0, help="seconds without a command after which a session is freed")
     stall_limit_s: float = setting(30.0, help="seconds that one batch may take until /livez says no")
@@ -60,9 +63,8 @@ class DrafterConfig:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0")
-        for name in ("draft_ahead_tokens", "num_threads"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative")
+        if self.num_threads < 0:
+            raise ConfigError("num_threads must not be negative")
         if bad := [pair for pair in self.option if "=" not in pair]:
             raise ConfigError(f"--option must be name=value, separated by commas: {', '.join(bad)}")
 

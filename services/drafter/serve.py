@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from moot.core.errors import ConfigError
@@ -53,11 +54,13 @@ def make_proposer(config: DrafterConfig) -> tuple[Proposer[Any], ModelInfo]:
     return proposer, info
 
 
-async def serve(config: DrafterConfig) -> None:
-    """Run until SIGTERM."""
+async def serve(
+    config: DrafterConfig, make: Callable[[DrafterConfig], tuple[Proposer[Any], ModelInfo]] = make_proposer
+) -> None:
+    """Run until SIGTERM. `make` is called on the thread that drafts."""
     metrics = Metrics("drafter")
     worker = WorkerThread("drafter")
-    proposer, info = await asyncio.wrap_future(worker.submit(lambda: make_proposer(config)))
+    proposer, info = await asyncio.wrap_future(worker.submit(lambda: make(config)))
     engine = DrafterEngine(proposer, config, metrics, info.vocab_size)
     description = description_to_pb(config.kind, proposer.family, info)
     drafter_id = config.drafter_id or config.kind

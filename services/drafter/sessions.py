@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from moot.proposers.base import Chain, Proposer
+from moot.proposers.base import Proposer
 from services.drafter.commands import Open, Propose, Stream
+from services.drafter.path import Path, Settled
 
 Key = tuple[int, int]
 """Identity of the stream, session id on it."""
@@ -15,15 +16,17 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class PendingAsk:
-    """`expires_at`: monotonic seconds after which the answer is of no use, or None."""
+    """`expires_at`: monotonic seconds after which the answer is of no use, or None. `started_ns`: monotonic, when
+    drafting for it began; 0: not yet."""
 
     command: Propose
     expires_at: float | None
+    started_ns: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`held`: the proposer's own session. `path`: drafted past the prefix and not yet contradicted by commits."""
+    """`held`: the proposer's own session. `is_warm`: the proposer has prepared what it can before the first ask."""
 
     stream: Stream
     session_id: int
@@ -32,28 +35,23 @@ class Session:
     length: int
     used_at: float
     ask: PendingAsk | None = None
-    path: Chain = field(default_factory=lambda: Chain((), ()))
-    path_goal: int = 0
-    """Length that the path is to reach while idle; 0: it is not drafted ahead."""
+    path: Path = field(default_factory=Path)
     is_warm: bool = False
-
-    def follow(self, token_ids: tuple[int, ...]) -> None:
-        """Committed ids: what the path still says after them, if they lie on it."""
-        count = len(token_ids)
-        if self.path.token_ids[:count] == token_ids:
-            self.path = Chain(self.path.token_ids[count:], self.path.confidences[count:])
-            self.path_goal = max(self.path_goal - count, 0)
-        else:
-            self.path, self.path_goal = Chain((), ()), 0
 
 
 class SessionTable:
-    """Least recently used first. Not thread-safe: the engine's thread only."""
+    """Least recently used first. Not thread-safe: the engine's thread only.
 
-    def __init__(self, proposer: Proposer[Any], max_sessions: int) -> None:
+    `waiting`: the sessions with an ask that must be drafted for, by identity, the longest waiting first. `settle` is
+    told what a session that ends leaves behind.
+    """
+
+    def __init__(self, proposer: Proposer[Any], max_sessions: int, settle: Callable[[Settled], None]) -> None:
         self._proposer = proposer
         self._max_sessions = max_sessions
+        self._settle = settle
         self._sessions: dict[Key, Session] = {}
+        self.waiting: dict[int, Session] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -86,6 +84,8 @@ class SessionTable:
     def close(self, stream: Stream, session_id: int) -> None:
         session = self._sessions.pop((id(stream), session_id), None)
         if session is not None:
+            self.waiting.pop(id(session), None)
+            self._settle(session.path.clear())
             self._proposer.close(session.held)
 
     def close_all(self) -> None:

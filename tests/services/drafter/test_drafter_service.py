@@ -421,43 +421,50 @@ def make_options(folder: Path) -> dict[str, object]:
 
 
 def test_draft_ahead_has_the_next_proposal_ready(folder: Path) -> None:
-    """While idle the drafter goes past its own proposal, to its bound; a prefix on that path is answered from it."""
+    """While idle the drafter goes on by the target's token and a whole proposal, and no further; a prefix on that path
+    is answered from it. Every token drafted ahead ends as used or as dropped."""
 
     async def body(drafter: RunningDrafter) -> None:
         peer = drafter.peer()
         prompt = [5, 6, 7]
         (first,) = await peer.ids(open_command(1, prompt), propose_command(1, 3, (), 3))
         (session,) = list(drafter.engine._table)
-        await drafter.until(lambda: len(session.path.token_ids) == 3 + 5)
-        path = list(session.path.token_ids)
+        await drafter.until(lambda: len(session.path) == 3 + 1 + 3)
+        path = list(session.path.chain.token_ids)
         assert path[:3] == first
-        batches = drafter.metric("moot_draft_seconds_count")
+        drafted = drafter.metric("moot_draft_seconds_count")
         assert await peer.ids(propose_command(1, 7, path[:4], 3)) == [path[4:7]]
         assert drafter.metric("moot_draft_ahead_answers_total") == 1
-        assert drafter.metric("moot_draft_seconds_count") == batches
-        await drafter.until(lambda: len(session.path.token_ids) == 3 + 5)
+        assert drafter.metric("moot_draft_ahead_used_tokens_total") == 4
+        assert drafter.metric("moot_draft_seconds_count") == drafted
+        await drafter.until(lambda: len(session.path) == 3 + 1 + 3)
         # Off the path: drafted anew, from the true prefix.
-        wrong = (session.path.token_ids[0] + 1) % 250
+        wrong = (session.path.chain.token_ids[0] + 1) % 250
         fresh = create("neural", make_options(folder))
         (expected,) = fresh.propose([Ask(fresh.open([*prompt, *path[:4], wrong], GREEDY), 3)])[0]
         assert await peer.ids(propose_command(1, 8, [wrong], 3)) == [list(expected.token_ids)]
         assert drafter.metric("moot_draft_ahead_answers_total") == 1
+        assert drafter.metric("moot_draft_ahead_dropped_tokens_total") == 4
+        await peer.send(finish_command(1))
+        await drafter.until(lambda: drafter.engine.num_sessions == 0)
+        ended = ("moot_draft_ahead_used_tokens_total", "moot_draft_ahead_dropped_tokens_total")
+        assert drafter.metric("moot_draft_ahead_tokens_total") == sum(map(drafter.metric, ended))
 
-    with_drafter(neural_config(folder, draft_ahead_tokens=5), body)
+    with_drafter(neural_config(folder, draft_ahead="on"), body)
 
 
 def test_without_draft_ahead_an_idle_drafter_drafts_nothing(folder: Path) -> None:
-    """Off by default: where verifier and drafter share cores, idle work would slow the verifier down."""
+    """Where verifier and drafter share cores, idle work would slow the verifier down."""
 
     async def body(drafter: RunningDrafter) -> None:
         peer = drafter.peer()
         (first,) = await peer.ids(open_command(1, [5, 6, 7]), propose_command(1, 3, (), 3))
         await peer.ids(open_command(2, [8]), propose_command(2, 1, (), 3))
         (session,) = [s for s in drafter.engine._table if s.session_id == 1]
-        assert session.path.token_ids == ()
-        assert len(session.held.ahead) == len(first) == 3
+        assert len(session.path) == len(session.held.ahead) == len(first) == 3
+        assert drafter.metric("moot_draft_ahead_tokens_total") == 0
 
-    with_drafter(neural_config(folder), body)
+    with_drafter(neural_config(folder, draft_ahead="off"), body)
 
 
 @pytest.fixture

@@ -1,0 +1,206 @@
+"""What the drafting thread does next: what is asked for, then new sessions, then proposals nobody has asked for yet.
+
+Kinds that draft token by token are driven one step at a time, so that whatever comes in waits for one step at most: an
+ask joins the batch at its next step, and drafting ahead ends between two tokens. Ahead means: one whole next proposal
+and the target's own token before it, which is what can be used when the present one is accepted whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moot import trace
+from moot.metrics import Metrics
+from moot.proposers.base import Ask, Chain, Proposer
+from services.drafter import faults
+from services.drafter.commands import Proposed, Stream
+from services.drafter.config import DrafterConfig
+from services.drafter.outbox import Outbox
+from services.drafter.path import Settled
+from services.drafter.sessions import Session, SessionTable
+
+_log = logging.getLogger("moot.drafter")
+
+FLAT_ROWS = 16
+"""Rows of a step up to which one more costs about nothing (measured on CPU; more on a GPU): so far, sessions that draft
+ahead ride along in the steps of those that are asked."""
+
+
+def is_ahead_on(mode: str, device: str) -> bool:
+    """Whether to draft ahead. `mode`: auto, on or off; `device`: the proposer's.
+
+    auto: on for a device, which no CPU verifier can want, and where this process is pinned to fewer cores than the
+    machine has: somebody has given it cores. Else drafter and verifier may share cores, and the verifier, which holds
+    everybody up, would pay.
+    """
+    if mode != "auto":
+        return mode == "on"
+    if device != "cpu":
+        return True
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+
+
+class Drafting:
+    """Not thread-safe: the engine's thread only. `fail` is told the error and the sessions that it has ended."""
+
+    def __init__(
+        self,
+        proposer: Proposer[Any],
+        config: DrafterConfig,
+        metrics: Metrics,
+        vocab_size: int,
+        outbox: Outbox,
+        clock: Callable[[], float],
+        stopping: threading.Event,
+    ) -> None:
+        self.table = SessionTable(proposer, config.max_num_seqs, self.settle)
+        self._proposer = proposer
+        self._config = config
+        self._metrics = metrics
+        self._vocab_size = vocab_size
+        self._outbox = outbox
+        self._clock = clock
+        self._stopping = stopping
+        self._is_ahead_on = proposer.is_stepwise and is_ahead_on(config.draft_ahead, proposer.device)
+        if proposer.is_stepwise:
+            _log.info("draft ahead: %s", "on" if self._is_ahead_on else "off")
+
+    def settle(self, settled: Settled) -> None:
+        self._metrics.draft_ahead_used_tokens.inc(settled.num_used)
+        self._metrics.draft_ahead_dropped_tokens.inc(settled.num_dropped)
+
+    def begin(self, session: Session) -> None:
+        """Its ask has just come: answer it if what it wants is there, else let it wait for its batch."""
+        ask = self._bounded(session)
+        wanted = ask.num_speculative_tokens
+        if ask.width == 1:
+            self.settle(session.path.claim(wanted))
+            if len(session.path) >= wanted > 0:
+                self._metrics.draft_ahead_answers.inc()
+                self._answer_from_path(session)
+                return
+        else:
+            self.settle(session.path.clear())
+        self.table.waiting[id(session)] = session
+
+    def step(self) -> bool:
+        """Do one bounded piece of work, the most urgent first. False: there is none."""
+        asked = self._next_asked()
+        if asked:
+            self._draft_for(asked)
+            return True
+        if (cold := next((session for session in self.table if not session.is_warm), None)) is not None:
+            self._warm(cold)
+            return True
+        ahead = self._wanting_more(self._config.max_batch)
+        if ahead:
+            self._advance([], ahead)
+        return bool(ahead)
+
+    def fail(self, error: Exception, sessions: Sequence[tuple[Stream, int]]) -> None:
+        """Log the defect and forget the sessions: their next ask is answered with unknown session."""
+        _log.error("the proposer failed", exc_info=error, extra={"kind": self._proposer.kind})
+        self._metrics.asks_dropped.labels("failed").inc(len(sessions))
+        for stream, session_id in sessions:
+            self.table.close(stream, session_id)
+
+    def _next_asked(self) -> list[Session]:
+        """Who has waited longest, as many as a batch holds; asks whose time is over are dropped."""
+        now, batch = self._clock(), []
+        for session in list(self.table.waiting.values()):
+            assert session.ask is not None
+            if session.ask.expires_at is not None and now > session.ask.expires_at:
+                del self.table.waiting[id(session)]
+                session.ask = None
+                self._metrics.asks_dropped.labels("expired").inc()
+            elif len(batch) < self._config.max_batch:
+                batch.append(session)
+        return batch
+
+    def _draft_for(self, batch: Sequence[Session]) -> None:
+        new = [session for session in batch if session.ask is not None and not session.ask.started_ns]
+        if delay_s := faults.delay_s([session.request_id for session in new]):
+            self._stopping.wait(delay_s)
+        for session in new:
+            if session.ask is not None:
+                session.ask.started_ns = time.monotonic_ns()
+        stepwise = [session for session in batch if self._proposer.is_stepwise and self._bounded(session).width == 1]
+        whole = [session for session in batch if session not in stepwise]
+        if whole:
+            found = self._propose(whole, [self._bounded(session) for session in whole])
+            for session, chains in zip(whole, found, strict=True):
+                self._answer(session, chains)
+        if (cold := next((session for session in stepwise if not session.is_warm), None)) is not None:
+            self._warm(cold)
+        if ready := [session for session in stepwise if session.is_warm]:
+            self._advance(ready, self._wanting_more(min(FLAT_ROWS, self._config.max_batch) - len(ready)))
+
+    def _wanting_more(self, room: int) -> list[Session]:
+        """Sessions to draft ahead for, those asked longest ago first: their next ask is the nearest."""
+        if not self._is_ahead_on or room <= 0:
+            return []
+        return [session for session in self.table if session.ask is None and session.path.wants_more][:room]
+
+    def _warm(self, session: Session) -> None:
+        try:
+            session.is_warm = not self._proposer.warm(session.held)
+        except Exception as error:  # noqa: BLE001 - as in _propose
+            asked = session.ask is not None
+            self.fail(error, [(session.stream, session.session_id)])
+            if asked:
+                self._answer(session, [])
+
+    def _advance(self, asked: Sequence[Session], ahead: Sequence[Session]) -> None:
+        """One more token for each."""
+        goals = [self._bounded(session).num_speculative_tokens for session in asked]
+        asks = [Ask(session.held, min(len(session.path) + 1, goal)) for session, goal in zip(asked, goals, strict=True)]
+        asks += [Ask(session.held, len(session.path) + 1, is_ahead=True) for session in ahead]
+        found = self._propose([*asked, *ahead], asks)
+        for session, goal, chains in zip(asked, goals, found, strict=False):
+            grew = bool(chains) and session.path.grow(chains[0], is_ahead=False)
+            if not grew or len(session.path) >= goal:
+                self._answer_from_path(session)
+        for session, chains in zip(ahead, found[len(asked) :], strict=True):
+            if chains and session.path.grow(chains[0], is_ahead=True):
+                self._metrics.draft_ahead_tokens.inc()
+            else:
+                session.path.goal = 0
+
+    def _bounded(self, session: Session) -> Ask[Any]:
+        assert session.ask is not None
+        command = session.ask.command
+        num_tokens = min(command.num_speculative_tokens, self._config.max_speculative_tokens)
+        return Ask(session.held, num_tokens, min(command.width, self._config.max_width))
+
+    def _propose(self, sessions: Sequence[Session], asks: Sequence[Ask[Any]]) -> list[list[Chain]]:
+        """Empty for all where the kind fails: its defect ends the sessions it met, not the service."""
+        num_ahead = sum(ask.is_ahead for ask in asks)
+        with trace.span("draft", num_asked=len(asks) - num_ahead, num_ahead=num_ahead):
+            try:
+                return self._proposer.propose(asks)
+            except Exception as error:  # noqa: BLE001 - see above
+                self.fail(error, [(session.stream, session.session_id) for session in sessions])
+                return [[] for _ in asks]
+
+    def _answer_from_path(self, session: Session) -> None:
+        wanted = self._bounded(session).num_speculative_tokens
+        head = session.path.head(wanted)
+        session.path.goal = 2 * wanted + 1 if head.token_ids else 0
+        self._answer(session, [head] if head.token_ids else [])
+
+    def _answer(self, session: Session, chains: list[Chain]) -> None:
+        assert session.ask is not None
+        ask, session.ask = session.ask, None
+        self.table.waiting.pop(id(session), None)
+        drafted_ns = time.monotonic_ns() - ask.started_ns if ask.started_ns else 0
+        if drafted_ns:
+            self._metrics.draft_seconds.observe(drafted_ns / 1e9)
+        command = ask.command
+        chains = faults.corrupted(chains, command, session.request_id, self._vocab_size)
+        answer = Proposed(command.session_id, command.round_index, command.base_length, tuple(chains), drafted_ns)
+        self._outbox.put(session.stream, answer)
