@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": "start everything, ask it five prompts with and without drafting, compare",
     "drafters": "list the kinds of drafters and the drafters of a running server",
     "prepare": "fetch and convert a model once, so that it loads quickly",
+    "simulate": "plan sizes that this machine does not have, in simulated time",
     "bench": "run one of the measurements in bench/",
 }
 

@@ -8,6 +8,7 @@ from typing import Final
 
 _OUTLIER: Final = 3.0
 _RATE: Final = 0.04
+_DOUBT: Final = 0.3
 
 _WAITING: Final = 0.1
 """Part of a round spent waiting for the verifier from which it counts as never resting."""
@@ -48,7 +49,9 @@ class VerifyCost:
 
     Samples are averaged in classes of batch size (1, 2, 3 to 4, 5 to 8, ...), older ones fading; between the classes'
     means the cost is linear, and it never falls with more tokens. Beyond what was seen it grows by at least
-    `prior_slope` of a one-token step per token: a hopeful guess, so that larger steps are tried and then measured.
+    `prior_slope` of a one-token step per token, and below it falls in proportion: hopeful guesses, so that larger and
+    smaller steps are tried and then measured.
+    A class with few samples is taken to be cheaper than their mean.
     A single step may count for no more than three times the mean of its class: pauses of the machine are no cost.
     """
 
@@ -96,9 +99,9 @@ class VerifyCost:
         sizes, seconds = self._sizes, self._seconds
         index = bisect_left(sizes, size)
         if index == 0:
-            return seconds[0] * (1 + self._prior_slope * (size - 1)) / (1 + self._prior_slope * (sizes[0] - 1))
+            return seconds[0] * min(size / sizes[0], 1.0)
         if index == len(sizes):
-            slope = self._prior_slope * self._predict(1)
+            slope = self._prior_slope * seconds[0]
             if index > 1:
                 slope = max(slope, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
             return seconds[-1] + slope * (size - sizes[-1])
@@ -106,12 +109,17 @@ class VerifyCost:
         part = (size - low) / (high - low)
         return seconds[index - 1] + part * (seconds[index] - seconds[index - 1])
 
+    @staticmethod
+    def _doubt(count: float) -> float:
+        """How far below its mean a class may lie: one slow step must not keep a size from ever being tried again."""
+        return max(_DOUBT * (max(count, 1.0) ** -0.5 - _RATE**0.5), 0.0)
+
     def _fit(self) -> None:
         """Means in order of size, pooled where a larger class came out cheaper (isotonic regression)."""
         blocks: list[list[float]] = []
         for key in sorted(self._classes):
             count, size, mean = self._classes[key]
-            blocks.append([count, mean, 1.0])
+            blocks.append([count, mean * (1 - self._doubt(count)), 1.0])
             self._sizes.append(size)
             while len(blocks) > 1 and blocks[-2][1] > blocks[-1][1]:
                 count, mean, members = blocks.pop()

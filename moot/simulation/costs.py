@@ -31,6 +31,11 @@ class StepCost:
         points = ((0.0, base_s), (float(rows), base_s), (rows + 1.0, base_s + row_s))
         return cls({1: points}, row_s if prefill_token_s is None else prefill_token_s)
 
+    def stretched(self, factor: float) -> StepCost:
+        """Every step takes `factor` times as long."""
+        table = {count: [(rows, factor * cost) for rows, cost in points] for count, points in self.table.items()}
+        return StepCost(table, factor * self.prefill_token_s)
+
     def seconds(self, rows: int, requests: int, prefill_tokens: int = 0) -> float:
         """Of a step with `rows` verified rows of `requests` requests, and a prefill chunk."""
         counts = self._counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,7 +17,8 @@ _NOTHING: Chain = ((), ())
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
     """One drafter: `replicas` of it. `ahead_tokens`: how far past its proposal an idle replica goes on. `overhead_s`:
-    CPU of one ask beside drafting."""
+    CPU of one ask beside drafting. `family`: drafters that are alike for the vote (empty: its own).
+    `noise`: each batch takes up to so much more or less, as a part of its time."""
 
     drafter_id: str
     replicas: int = 1
@@ -24,6 +26,8 @@ class PoolPlan:
     ahead_tokens: int = 0
     max_batch: int = 64
     overhead_s: float = 0.0
+    family: str = ""
+    noise: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +54,7 @@ class Replica:
         self._waiting: dict[int, DraftSession] = {}
         self._is_busy = False
         self._idle_since = 0.0
+        self._random = random.Random(number)
         self.sessions: dict[int, DraftSession] = {}
         self.is_alive = True
         self.busy_s = 0.0
@@ -99,6 +104,8 @@ class Replica:
             return
         missing = max(session.length - len(session.path[0]) for session in batch)
         seconds = self._plan.time.seconds(missing, len(batch)) + self._plan.overhead_s * len(batch)
+        if self._plan.noise:
+            seconds *= self._random.uniform(1 - self._plan.noise, 1 + self._plan.noise)
         self.busy_s += seconds
         self._work(seconds, lambda: self._finish(batch))
 

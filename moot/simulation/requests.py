@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +31,8 @@ class RouterPlan:
     quorum: float = 0.5
     detect_s: float = 0.01
     """From the loss of a peer to the moment at which its requests go on elsewhere."""
+    beside_s: tuple[float, ...] = ()
+    """CPU per round of processes that no round waits for (store, client): it matters where cores are shared."""
     num_speculative_tokens: int | None = None
     """None: the policy decides; n: always n; 0: no drafting."""
 
@@ -64,7 +66,9 @@ class Request:
         text: Text,
         counts: Counts,
         ended: Callable[[], None],
+        beside: Sequence[Server] = (),
     ) -> None:
+        self._beside = beside
         self._timeline = timeline
         self._plan = plan
         self._router = router
@@ -136,6 +140,8 @@ class Request:
             self._counts.tokens += 1
         else:
             self._learn(self._box, found)
+        for server, seconds in zip(self._beside, self._plan.beside_s, strict=True):
+            server.work(seconds, _nothing)
         if self._generation.is_finished:
             self._end()
         else:
@@ -249,3 +255,7 @@ class _Box:
         if not self._is_closed:
             self._is_closed = True
             self._request.collected(self)
+
+
+def _nothing() -> None:
+    """Nobody waits."""

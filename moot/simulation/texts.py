@@ -23,6 +23,8 @@ class Text(Protocol):
 
     prompt_token_ids: tuple[int, ...]
     num_output: int
+    num_cached_tokens: int
+    """Of the prompt, in the verifier's prefix cache."""
 
     def token(self, position: int) -> int:
         """What the target says there."""
@@ -82,6 +84,7 @@ class _RandomText:
     ) -> None:
         self.prompt_token_ids = prompt
         self.num_output = num_output
+        self.num_cached_tokens = 0
         self._chances = chances
         self._skill = skill
         self._correlation = correlation

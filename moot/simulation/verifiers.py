@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,7 +20,8 @@ requests; `dual`: for all of one half of them, the halves taking turns while the
 
 @dataclass(frozen=True, slots=True)
 class VerifierPlan:
-    """`threads`: compute threads, where cores are shared. `overhead_s`: CPU of one answer beside the step."""
+    """`threads`: compute threads, where cores are shared. `noise`: each step takes up to so much more or less, as a
+    part of its time."""
 
     cost: StepCost
     batching: str = "ready"
@@ -28,7 +30,7 @@ class VerifierPlan:
     prefill_chunk_tokens: int = 256
     kv_tokens: int = 1 << 20
     threads: int = 1
-    overhead_s: float = 0.0
+    noise: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +73,7 @@ class Verifier:
 
     PAGE_TOKENS = 16
 
-    def __init__(self, timeline: Timeline, plan: VerifierPlan, cores: Cores | None) -> None:
+    def __init__(self, timeline: Timeline, plan: VerifierPlan, cores: Cores | None, seed: int = 0) -> None:
         self._timeline = timeline
         self._plan = plan
         self._cores = cores
@@ -85,6 +87,7 @@ class Verifier:
         )
         self._schedulers = [Scheduler[VerifySession](limits) for _ in range(groups)]
         self._members: list[dict[int, VerifySession]] = [{} for _ in range(groups)]
+        self._random = random.Random(seed)
         self._turn = 0
         self._is_busy = False
         self._next_arrival = 0
@@ -95,7 +98,7 @@ class Verifier:
 
     def open(self, text: Text, length: int, answer: Callable[[Verification], None]) -> VerifySession:
         """A session whose prefix is `length` tokens; `answer` gets each verification, the opening's first."""
-        session = VerifySession(self._next_arrival, text, length, answer)
+        session = VerifySession(self._next_arrival, text, length, answer, cached=text.num_cached_tokens)
         self._next_arrival += 1
         session.group = min(range(len(self._members)), key=lambda group: len(self._members[group]))
         self._members[session.group][session.arrival] = session
@@ -160,6 +163,8 @@ class Verifier:
             else:
                 prefill += item.num_tokens
         seconds = self._plan.cost.seconds(rows, requests, prefill)
+        if self._plan.noise:
+            seconds *= self._random.uniform(1 - self._plan.noise, 1 + self._plan.noise)
         self.num_steps += 1
         self.num_rows += batch.num_tokens
         self._is_busy = True

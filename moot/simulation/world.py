@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -57,6 +57,7 @@ class Outcome:
     rows_per_step: float
     late_per_round: float
     from_ahead: float
+    num_steps: int
     num_moves: int
     num_finished: int
     elapsed_s: float
@@ -64,35 +65,38 @@ class Outcome:
     lengths: dict[int, int]
 
 
-class World:
-    """`run` once."""
+def make_pool_policy(scenario: Scenario) -> PoolPolicy:
+    """What a router of this scenario starts with."""
+    return make_policy(
+        shape=scenario.shape,
+        num_speculative_tokens=scenario.max_speculative_tokens,
+        max_draft_tokens=scenario.max_draft_tokens,
+        families={plan.drafter_id: plan.family or plan.drafter_id for plan in scenario.pools},
+    )
 
-    def __init__(self, scenario: Scenario, texts: Texts) -> None:
+
+class World:
+    """`run` once. `policies`: one per router, which go on from what they have learned; none: new ones."""
+
+    def __init__(self, scenario: Scenario, texts: Texts, policies: Sequence[PoolPolicy] = ()) -> None:
         self.scenario = scenario
         self._texts = texts
         self._timeline = Timeline()
         self._cores = Cores(self._timeline, scenario.num_cores) if scenario.num_cores else None
         self._routers = [Server(self._timeline, self._cores) for _ in range(scenario.num_routers)]
-        self._policies = [self._policy() for _ in self._routers]
+        self._beside = [Server(self._timeline, self._cores) for _ in scenario.router.beside_s]
+        self.policies = list(policies) or [make_pool_policy(scenario) for _ in self._routers]
         self._pools = [
             DrafterPool(self._timeline, plan, number, self._cores) for number, plan in enumerate(scenario.pools)
         ]
         self._verifiers = [
-            Verifier(self._timeline, scenario.verifier, self._cores) for _ in range(scenario.num_verifiers)
+            Verifier(self._timeline, scenario.verifier, self._cores, seed) for seed in range(scenario.num_verifiers)
         ]
         self._running: list[dict[int, Request]] = [{} for _ in self._verifiers]
         self._counts = Counts({})
         self._num_started = 0
         self._next_router = 0
         self._last_end = 0.0
-
-    def _policy(self) -> PoolPolicy:
-        scenario = self.scenario
-        return make_policy(
-            shape=scenario.shape,
-            num_speculative_tokens=scenario.max_speculative_tokens,
-            max_draft_tokens=scenario.max_draft_tokens,
-        )
 
     def run(self, progress: Callable[[float], None] = lambda part: None) -> Outcome:
         """`progress` is told the part of the simulated time that is over."""
@@ -151,11 +155,12 @@ class World:
             self._timeline,
             self.scenario.router,
             self._routers[router],
-            self._policies[router],
+            self.policies[router],
             self._pools,
             self._texts.next(),
             self._counts,
             ended,
+            self._beside,
         )
         self._running[index][number] = request
         request.start(self._verifiers[index])
@@ -198,9 +203,8 @@ class World:
         over_time: tuple[tuple[float, float], ...],
     ) -> Outcome:
         counts = self._counts
-        router, verifier, drafter, steps, rows, asks, ahead = (
-            now - then for now, then in zip(self._busy(), base, strict=True)
-        )
+        router, verifier, drafter = (now - then for now, then in zip(self._busy()[:3], base[:3], strict=True))
+        steps, rows, asks, ahead = (now - then for now, then in zip(self._busy()[3:], base[3:], strict=True))
         rounds = max(counts.rounds, 1)
         asked = max(sum(counts.lengths.values()), 1)
         replicas = sum(plan.replicas for plan in self.scenario.pools)
@@ -216,6 +220,7 @@ class World:
             rows_per_step=rows / max(steps, 1),
             late_per_round=counts.late / rounds,
             from_ahead=ahead / max(asks, 1),
+            num_steps=steps,
             num_moves=counts.moves,
             num_finished=counts.finished,
             elapsed_s=elapsed,

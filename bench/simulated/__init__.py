@@ -1,0 +1,1 @@
+"""What bench/simulate.py measures on this machine before it predicts."""

@@ -1,0 +1,266 @@
+"""Measured tables: a verifier driven directly, and the CPU that each process of a running system spends per round."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.router_round import cpu_seconds, samples
+from bench.simulated.recorded import Recording
+from moot.client import Answer, Client
+from moot.commands.system import System
+from moot.core.types import Draft, SamplingParams, Verification
+from moot.rpc import convert
+from moot.rpc.link import LinkConfig, open_channel
+from moot.v1 import verifier_service_pb2 as pb
+from moot.v1 import verifier_service_pb2_grpc
+
+PREFIX_BLOCK = 64
+TOP = 8
+_TIMEOUT_S = 60.0
+
+
+class DirectVerifier:
+    """Speaks the wire with a verifier, without a router: all sessions in step with each other."""
+
+    def __init__(self, port: int) -> None:
+        self._channel = open_channel(f"127.0.0.1:{port}", LinkConfig())
+        self._commands: asyncio.Queue[pb.VerifyRequest] = asyncio.Queue()
+        stub = verifier_service_pb2_grpc.VerifierServiceStub(self._channel)
+        self._stream = stub.Verify(self._requests())
+        self._next_session = 1
+        self._lengths: dict[int, int] = {}
+        self._rounds: dict[int, int] = {}
+
+    async def _requests(self) -> object:
+        while True:
+            yield await self._commands.get()
+
+    async def close(self) -> None:
+        self._stream.cancel()
+        await self._channel.close()
+
+    async def _answers(self, count: int) -> dict[int, Verification]:
+        found: dict[int, Verification] = {}
+        while len(found) < count:
+            frame = await asyncio.wait_for(self._stream.read(), _TIMEOUT_S)
+            for answer in frame.answers:
+                kind = answer.WhichOneof("answer")
+                if kind == "failed":
+                    raise RuntimeError(answer.failed.message)
+                if kind == "opened":
+                    found[answer.session_id] = convert.opened_from_pb(answer.opened)
+                elif kind == "verified":
+                    found[answer.session_id] = convert.verified_from_pb(answer.verified)
+        for session, verification in found.items():
+            self._lengths[session] = verification.base_length + len(verification.output_token_ids)
+        return found
+
+    async def open(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, ignore_eos: bool
+    ) -> dict[int, Verification]:
+        commands = []
+        for prompt in prompts:
+            session = self._next_session
+            self._next_session += 1
+            params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+            opening = pb.OpenSession(
+                request_id=f"calibrate-{session}",
+                prompt_token_ids=prompt,
+                sampling=convert.sampling_to_pb(params),
+                num_top_candidates=TOP,
+            )
+            self._rounds[session] = 0
+            commands.append(pb.VerifyCommand(session_id=session, open=opening))
+        self._commands.put_nowait(pb.VerifyRequest(commands=commands))
+        return await self._answers(len(commands))
+
+    async def verify(self, drafts: Mapping[int, Draft]) -> dict[int, Verification]:
+        commands = []
+        for session, draft in drafts.items():
+            message = convert.draft_to_pb(draft, self._rounds[session], self._lengths[session])
+            self._rounds[session] += 1
+            commands.append(pb.VerifyCommand(session_id=session, verify=message))
+        self._commands.put_nowait(pb.VerifyRequest(commands=commands))
+        return await self._answers(len(commands))
+
+    def abort(self, sessions: Sequence[int]) -> None:
+        commands = [pb.VerifyCommand(session_id=session, abort=pb.AbortSession()) for session in sessions]
+        self._commands.put_nowait(pb.VerifyRequest(commands=commands))
+
+
+async def record(port: int, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Recording]:
+    """What the target answers, greedily, all prompts at once and without a draft."""
+    direct = DirectVerifier(port)
+    try:
+        answers = await direct.open(prompts, max_tokens, ignore_eos=False)
+        # Answers come in any order, sessions are numbered as the prompts are.
+        sessions = sorted(answers)
+        ids: dict[int, list[int]] = {session: [] for session in sessions}
+        tops: dict[int, list[tuple[int, ...]]] = {session: [] for session in sessions}
+        while answers:
+            for session, verification in answers.items():
+                ids[session].extend(verification.output_token_ids)
+                tops[session].extend(verification.top_candidates)
+            going = [session for session, found in answers.items() if found.finish_reason is None]
+            answers = await direct.verify({session: Draft() for session in going}) if going else {}
+    finally:
+        await direct.close()
+    return [
+        Recording(
+            tuple(prompt),
+            tuple(ids[session]),
+            tuple(tops[session]),
+            (len(prompt) - 1) // PREFIX_BLOCK * PREFIX_BLOCK,
+        )
+        for prompt, session in zip(prompts, sessions, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """`seconds[n]`: (rows of the step, seconds) for n requests; `hop_s`: one way of the wire, both ends' work included
+    but the driver's own."""
+
+    seconds: dict[int, list[tuple[float, float]]]
+    prefill_token_s: float
+    hop_s: float
+
+
+async def step_table(
+    port: int, prompts: Sequence[Sequence[int]], requests: Sequence[int], rows: Sequence[int], repetitions: int
+) -> StepTable:
+    """Steps of so many requests with so many rows each, on a verifier with nothing else to do."""
+    direct = DirectVerifier(port)
+    hops: list[float] = []
+    table: dict[int, list[tuple[float, float]]] = {}
+    try:
+        for count in requests:
+            chosen = [prompts[index % len(prompts)] for index in range(count)]
+            answers = await direct.open(chosen, 2000, ignore_eos=True)
+            sessions = list(answers)
+            points: list[tuple[float, float]] = []
+            for width in rows:
+                times: list[float] = []
+                for number in range(repetitions + 1):
+                    drafts = {
+                        session: Draft.chain(
+                            tuple((31 * index + number + 7 * session) % 40_000 for index in range(width - 1))
+                        )
+                        for session in sessions
+                    }
+                    begin, cpu = time.perf_counter(), time.process_time()
+                    found = await direct.verify(drafts)
+                    took, cpu = time.perf_counter() - begin, time.process_time() - cpu
+                    steps = [one for one in found.values() if one.batch_requests == count]
+                    if len(steps) == count and number:
+                        times.append(steps[0].forward_us * 1e-6)
+                        if count == 1:
+                            hops.append(max(took - steps[0].forward_us * 1e-6 - cpu, 0.0) / 2)
+                if times:
+                    points.append((float(count * width), statistics.median(times)))
+            direct.abort(sessions)
+            table[count] = points
+        # Ids that no cache holds.
+        fresh = [(17 * index + 3) % 40_000 for index in range(257)]
+        opened = await direct.open([fresh[:33]], 10, ignore_eos=True)
+        longer = await direct.open([fresh[1:]], 10, ignore_eos=True)
+        short_s, long_s = (next(iter(one.values())).forward_us * 1e-6 for one in (opened, longer))
+        base = table[min(table)][0][1]
+        direct.abort([*opened, *longer])
+    finally:
+        await direct.close()
+    prefill = max((long_s - base) / 256, (short_s - base) / 33, 0.0)
+    return StepTable(table, prefill, statistics.median(hops))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`concurrency` streams over some prompts. CPU in seconds, of each process, over the run."""
+
+    tokens: int
+    elapsed_s: float
+    rounds: float
+    cpu_s: dict[str, float]
+    forward_s: float
+    steps: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.elapsed_s
+
+
+def run_load(system: System, model: str, prompts: Sequence[str], concurrency: int, max_tokens: int) -> Run:
+    """Each prompt once, `concurrency` at a time, as fast as they are answered."""
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for prompt in prompts:
+        waiting.put(prompt)
+    counts: list[int] = []
+    failures: list[Exception] = []
+
+    def work() -> None:
+        client = Client(system.url)
+        while True:
+            try:
+                prompt = waiting.get_nowait()
+            except queue.Empty:
+                return
+            body = {
+                "model": model,
+                "messages": [{"role": "user", "content": prompt}],
+                "temperature": 0,
+                "max_tokens": max_tokens,
+                "return_token_ids": True,
+            }
+            answer = Answer()
+            try:
+                for _ in client.stream_chat(body, answer):
+                    pass
+            except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
+                failures.append(error)
+                return
+            counts.append(len(answer.token_ids))
+
+    processes = {"router": system.router, **{child.name: child for child in system.drafters}}
+    store = next((child for child in system.supervisor.children if child.name == "store"), None)
+    if store is not None:
+        processes["store"] = store
+    metrics_port = system.router.facts["metrics_port"]
+    verifier_port = system.verifier.facts["metrics_port"]
+    before = samples(metrics_port), samples(verifier_port)
+    cpu = {name: cpu_seconds(child.process.pid) for name, child in processes.items()}
+    own = time.process_time()
+    threads = [threading.Thread(target=work) for _ in range(concurrency)]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    elapsed = time.perf_counter() - begin
+    spent = {name: cpu_seconds(child.process.pid) - cpu[name] for name, child in processes.items()}
+    spent["client"] = time.process_time() - own
+    if failures:
+        raise failures[0]
+    after = samples(metrics_port), samples(verifier_port)
+
+    def moved(which: int, name: str) -> float:
+        return after[which][name] - before[which].get(name, 0.0)
+
+    return Run(
+        sum(counts),
+        elapsed,
+        moved(0, "moot_rounds_total"),
+        spent,
+        moved(1, "moot_forward_seconds_sum"),
+        moved(1, "moot_forward_seconds_count"),
+    )
+
+
+def as_json(table: StepTable) -> object:
+    return json.loads(json.dumps({"seconds": table.seconds, "prefill": table.prefill_token_s, "hop": table.hop_s}))
