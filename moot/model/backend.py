@@ -12,7 +12,7 @@ from moot.model.runner import ModelRunner
 _log = logging.getLogger("moot.model")
 
 
-def make_runner(loaded: LoadedModel, kv_capacity_tokens: int, deterministic: bool) -> ModelRunner:
+def choose_runner(loaded: LoadedModel, kv_capacity_tokens: int, deterministic: bool) -> ModelRunner:
     """On a GPU the paged runner, for the families that it has; else the one that drives transformers' own modules.
 
     Raises ConfigError where deterministic mode is asked for and does not hold.
@@ -23,3 +23,8 @@ def make_runner(loaded: LoadedModel, kv_capacity_tokens: int, deterministic: boo
         except ModelRefused as error:
             _log.warning("driven by its own modules: %s", error)
     return ModelRunner(loaded, kv_capacity_tokens, deterministic)
+
+
+def samples_at_once(runner: ModelRunner) -> bool:
+    """Whether fetching a row at a time would cost more than drawing rows that no walk comes by."""
+    return isinstance(runner, GpuRunner) or runner.device.type != "cpu"

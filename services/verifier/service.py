@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from moot.core.errors import ConfigError
 from moot.metrics import Metrics
+from moot.model.backend import choose_runner
 from moot.model.load import LoadedModel, load_model
 from moot.model.runner import ModelRunner
 from moot.rpc.server import GrpcServer, run_until_terminated, termination_event
@@ -28,19 +29,19 @@ def make_runner(config: VerifierConfig) -> ModelRunner:
     loaded = load_model(config.model, config.device, config.dtype, config.revision, config.num_threads or None)
     capacity = kv_capacity_tokens(config, loaded.kv_shape, loaded.info.context_limit)
     if config.deterministic != "auto":
-        return ModelRunner(loaded, capacity, config.deterministic == "on")
+        return choose_runner(loaded, capacity, config.deterministic == "on")
     return _automatic_runner(loaded, capacity)
 
 
 def _automatic_runner(loaded: LoadedModel, capacity: int) -> ModelRunner:
     """Deterministic on a CPU where it holds."""
     if loaded.kv_shape.device.type != "cpu":
-        return ModelRunner(loaded, capacity, False)
+        return choose_runner(loaded, capacity, False)
     try:
-        return ModelRunner(loaded, capacity, True)
+        return choose_runner(loaded, capacity, True)
     except ConfigError as error:
         _log.warning("natural mode: %s", error)
-        return ModelRunner(loaded, capacity, False)
+        return choose_runner(loaded, capacity, False)
 
 
 def make_engine(config: VerifierConfig, metrics: Metrics, on_death: Callable[[], None]) -> Engine:

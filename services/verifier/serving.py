@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from moot.core.scheduler import Batch, Limits, Scheduler
 from moot.core.types import ModelInfo, Verification
 from moot.metrics import Metrics
+from moot.model.backend import samples_at_once
+from moot.model.batch_sampler import BatchSampler
 from moot.model.kv import PAGE_SLOTS
 from moot.model.runner import ModelRunner
 from moot.model.sampler import Sampler
@@ -56,7 +58,9 @@ class Serving:
             )
         )
         self.sharing = PrefixSharing(config.prefix_cache_tokens, config.prefix_block_tokens)
-        self.steps = StepRunner(runner, Sampler(info.vocab_size, info.end_token_ids), progress)
+        sampler = Sampler(info.vocab_size, info.end_token_ids)
+        batch_sampler = BatchSampler(sampler) if samples_at_once(runner) else None
+        self.steps = StepRunner(runner, sampler, progress, batch_sampler)
         self._pool = runner.pool
         self._desk = Desk(info, config.max_draft_tokens, config.max_message_bytes, runner.new_cache)
         self._intake = intake

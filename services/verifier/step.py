@@ -19,6 +19,7 @@ from moot.core.errors import NoCapacity, RequestPoisoned
 from moot.core.scheduler import BatchItem
 from moot.core.types import ROOT, Draft, TokenLogprobs
 from moot.faults import act, fault
+from moot.model.batch_sampler import BatchSampler, Drawn, RowSpec
 from moot.model.runner import ModelRunner, SequenceInput
 from moot.model.sampler import Sampler
 from services.verifier.commands import FailureCode
@@ -63,16 +64,55 @@ class DeviceLost(RuntimeError):
 
 
 class StepRunner:
-    """Not thread-safe: the compute thread owns it. `progress` is called often while something is computed."""
+    """Not thread-safe: the compute thread owns it. `progress` is called often while something is computed.
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler, progress: Callable[[], None]) -> None:
+    With a `batch_sampler` all rows of a step are drawn at once, before the walks, and fetched in one piece; without
+    one, rows are drawn as the walks ask for them, so that those off the accepted path cost nothing.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        progress: Callable[[], None],
+        batch_sampler: BatchSampler | None = None,
+    ) -> None:
         self._runner = runner
         self._sampler = sampler
         self._progress = progress
+        self._batch_sampler = batch_sampler
+        self._drawn: dict[int, list[Drawn]] = {}
+        """What was drawn at once in this step, by session: one entry per row of its logits."""
 
     def run(self, items: Sequence[Item]) -> list[Outcome]:
         """Feed `items` and advance their sessions. One outcome per item. Raises DeviceLost only."""
-        return [self._outcome(item, result) for item, result in self._forward(items)]
+        results = self._forward(items)
+        self._drawn = self._draw_all(results)
+        return [self._outcome(item, result) for item, result in results]
+
+    def _draw_all(self, results: Sequence[tuple[Item, Tensor | Exception]]) -> dict[int, list[Drawn]]:
+        """Empty where rows are drawn one by one: without a batch sampler, or where it fails, whoever's fault it is."""
+        if self._batch_sampler is None:
+            return {}
+        logits: list[Tensor] = []
+        specs: list[RowSpec] = []
+        counts: dict[int, int] = {}
+        try:
+            for item, result in results:
+                if item.completes and item.session.work is not None and isinstance(result, Tensor):
+                    own = _row_specs(item.session, item.session.work, self._sampler.vocab_size)
+                    logits.append(result)
+                    specs += own
+                    counts[item.session.arrival] = len(own)
+            if not specs:
+                return {}
+            drawn = iter(self._batch_sampler.draw(torch.cat(logits), specs))
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error)) from error
+        except Exception as error:  # noqa: BLE001 - drawn row by row, it fails for the request that causes it
+            _log.warning("rows are drawn one by one", exc_info=error)
+            return {}
+        return {arrival: [next(drawn) for _ in range(count)] for arrival, count in counts.items()}
 
     def _outcome(self, item: Item, result: Tensor | Exception) -> Outcome:
         try:
@@ -85,6 +125,8 @@ class StepRunner:
                 return self._advance(*self._without_drafts(item, work))
         except DeviceLost:
             raise
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error)) from error
         except Exception as error:  # noqa: BLE001 - one request's failure must not reach the others
             return self._broken(item.session, error)
 
@@ -95,6 +137,7 @@ class StepRunner:
         and its rows need memory, but a draft decides nothing: a request fails only where plain decoding fails.
         """
         session = item.session
+        self._drawn.pop(session.arrival, None)
         session.cache.wipe()
         session.work = Work.verification(Draft(), session.max_new, work.round_index, work.arrived_ns)
         ((item, result),) = self._forward([item])
@@ -139,6 +182,7 @@ class StepRunner:
         act(found := fault("verifier.logits", session.request_id))
         if found and found.action == "nan":
             logits = torch.full_like(logits, torch.nan)
+            self._drawn.pop(session.arrival, None)
         walked, rows = self.sample(session, session.work, logits)
         logprobs = self._logprobs(session, logits, rows, walked.output_token_ids)
         top_candidates = self._top_candidates(session, logits, rows)
@@ -160,19 +204,21 @@ class StepRunner:
         """
         row_of = row_of_nodes(work)
         params, sampler = session.params, self._sampler
-        greedy: list[int | None] | None = None
-        if not sampler.needs_row(params, session.num_output_tokens):
-            greedy = sampler.greedy_rows(logits)
+        known: list[int | None] | None = None
+        if drawn := self._drawn.get(session.arrival):
+            known = [one.token_id for one in drawn]
+        elif not sampler.needs_row(params, session.num_output_tokens):
+            known = sampler.greedy_rows(logits)
         rows: list[int] = []
 
         def token_at(node: int, path: tuple[int, ...]) -> int:
             row = row_of[node]
             rows.append(row)
             self._progress()
-            if greedy is None:
+            if known is None:
                 position = session.length + len(path)
                 return sampler.sample(logits[row], params, position, session.history.with_path(path))
-            token = greedy[row]
+            token = known[row]
             if token is None:
                 raise RequestPoisoned("the model's logits are not finite")
             return token
@@ -189,6 +235,8 @@ class StepRunner:
         num_top = session.params.logprobs
         if num_top is None:
             return ()
+        if drawn := self._drawn.get(session.arrival):
+            return tuple(entry for row in rows if (entry := drawn[row].logprobs) is not None)
         pairs = zip(rows, token_ids, strict=True)
         return tuple(self._sampler.logprobs(logits[row], token_id, num_top) for row, token_id in pairs)
 
@@ -196,6 +244,8 @@ class StepRunner:
         width = min(session.num_top_candidates, self._sampler.vocab_size)
         if not width or not rows:
             return ()
+        if drawn := self._drawn.get(session.arrival):
+            return tuple(drawn[row].candidates for row in rows)
         picked = logits[list(rows), : self._sampler.vocab_size]
         return tuple(map(tuple, picked.topk(width, dim=1).indices.tolist()))
 
@@ -212,6 +262,23 @@ class StepRunner:
 def row_of_nodes(work: Work) -> dict[int, int]:
     """Row of the logits by draft node: row 0 follows the prefix."""
     return {ROOT: 0} | {node: row for row, node in enumerate(work.fed_nodes, start=1)}
+
+
+def _row_specs(session: Session, work: Work, vocab_size: int) -> list[RowSpec]:
+    """How each row of the logits is drawn, as `row_of_nodes` numbers them."""
+    paths: dict[int, tuple[int, ...]] = {ROOT: ()}
+    for node in work.fed_nodes:
+        paths[node] = (*paths[work.draft.parents[node]], work.draft.token_ids[node])
+    return [
+        RowSpec(
+            session.params,
+            session.length + len(path),
+            session.history.with_path(path),
+            session.params.logprobs,
+            min(session.num_top_candidates, vocab_size),
+        )
+        for path in paths.values()
+    ]
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -36,13 +36,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(path: Path) -> LoadedModel:
-    return load_model(path, dtype="float64")
+    return load_model(path, dtype="float64", lean=False)
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     path = make_tiny_model(tmp_path_factory.mktemp("model"), "llama", context=640)
-    return load_model(path, dtype="float32")
+    return load_model(path, dtype="float32", lean=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "windowed"])
@@ -51,7 +51,7 @@ def test_families_and_chunks_over_page_borders(tmp_path: Path, family: str) -> N
     window = {"sliding_window": 700} if family == "windowed" else {}
     kind = "mistral" if family == "windowed" else family
     path = make_tiny_model(tmp_path, kind, context=2048, dtype=torch.float64, **window)
-    runner = GpuRunner(load_model(path, dtype="float64"), 2048, False, use_graphs=family != "llama")
+    runner = GpuRunner(load_model(path, dtype="float64", lean=False), 2048, False, use_graphs=family != "llama")
     token_ids = random_ids(1100)
     logits, cache = run_chunks(runner, token_ids, [300, 212, 1, 510, 3])
     assert distance(logits, plain_logits(plain_model(path, "float64"), token_ids)) < CLOSE
@@ -131,7 +131,7 @@ def test_rounds_of_many_requests(path: Path, loaded: LoadedModel) -> None:
 def test_contexts_of_more_than_one_wave_of_pages(tmp_path: Path) -> None:
     """More than 16 pages before a row's own are attended to in several portions."""
     path = make_tiny_model(tmp_path, "llama", layers=1, hidden=16, context=20_000, num_key_value_heads=1)
-    runner = GpuRunner(load_model(path, dtype="float64"), 20 * 512, False, use_graphs=True)
+    runner = GpuRunner(load_model(path, dtype="float64", lean=False), 20 * 512, False, use_graphs=True)
     token_ids = random_ids(17 * 512 + 30)
     cache = runner.new_cache()
     for start in range(0, len(token_ids), 2048):
@@ -221,7 +221,7 @@ def test_limits_and_malformed_inputs_are_refused(short: LoadedModel) -> None:
 
 def test_a_poisoned_request_fails_alone(tmp_path: Path) -> None:
     """NaN in one request's numbers reaches no other request of the step, nor the one that gets its pages."""
-    loaded = load_model(make_tiny_model(tmp_path, "llama"), dtype="float32")
+    loaded = load_model(make_tiny_model(tmp_path, "llama"), dtype="float32", lean=False)
     runner = GpuRunner(loaded, 2048, True)
     expected, other = run_chunks(runner, [1, 2, 3, 4], [])
     other.free()
@@ -242,7 +242,7 @@ def test_a_poisoned_request_fails_alone(tmp_path: Path) -> None:
 
 def test_other_families_are_refused_with_a_reason(tmp_path: Path) -> None:
     """A model that the lean pass does not know is refused, so that ModelRunner can take it."""
-    loaded = load_model(make_tiny_model(tmp_path, "gpt_neox"), dtype="float32")
+    loaded = load_model(make_tiny_model(tmp_path, "gpt_neox"), dtype="float32", lean=False)
     with pytest.raises(ModelRefused, match="gpt_neox"):
         GpuRunner(loaded, 512, False)
 

@@ -62,6 +62,8 @@ class LeanModel:
         model: Any = loaded.model
         config = model.config
         name = loaded.info.model
+        if loaded.decoder is not None:
+            raise ModelRefused(f"{name}: its weights have been packed for the CPU; load it with lean=False")
         if config.model_type not in FAMILIES:
             raise ModelRefused(f"{name}: {config.model_type} has no forward pass of its own for accelerators")
         base, shape = model.model, loaded.kv_shape

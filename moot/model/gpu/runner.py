@@ -62,6 +62,7 @@ class GpuRunner(ModelRunner):
         self.loaded = loaded
         self.info: ModelInfo = loaded.info
         self.dtype, self.device = shape.dtype, shape.device
+        self.deterministic = deterministic
         self.rules = DETERMINISTIC_RULES if deterministic else NATURAL
         self.use_kernel = (
             kernel_supports(shape.dtype, shape.device, shape.head_dim) if use_kernel is None else use_kernel
