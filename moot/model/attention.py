@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from moot.core.errors import ModelRefused
 from moot.core.types import ROOT
 from moot.model.determinism import RowRules
-from moot.model.kv import PAGE_SLOTS, Pending, SequenceCache, round_up
+from moot.model.kv import SPAN_SLOTS, Pending, SequenceCache, round_up
 
 ATTENTION_NAME = "moot_ragged"
 STEP_ARGUMENT = "moot_step"
@@ -120,7 +120,7 @@ def plan_segment(
         last = depths[rows[-1]]
         kv_length = cache.length + last + 1
         if rules.pad_kv:
-            kv_length = round_up(kv_length, PAGE_SLOTS)
+            kv_length = round_up(kv_length, SPAN_SLOTS)
         padding = rules.attention.rows(len(rows)) - len(rows)
         padded = rows + [rows[-1]] * padding
         positions = torch.tensor([cache.length + depths[row] for row in padded], device=device)
@@ -142,13 +142,13 @@ def num_step_rows(segments: Sequence[Segment], rules: RowRules) -> int:
 def _pieces(rows: list[int], position: int, rules: RowRules) -> list[list[int]]:
     """`rows`, of which the first stands at `position` and each at the next one, cut into tiles.
 
-    Where whole pages are attended to, no tile crosses a page's end: how many slots a row sees is decided by its own
+    Where whole spans are attended to, no tile crosses a span's end: how many slots a row sees is decided by its own
     position, not by the rows beside it.
     """
     pieces: list[list[int]] = []
     first = 0
     while first < len(rows):
-        room = PAGE_SLOTS - (position + first) % PAGE_SLOTS if rules.pad_kv else len(rows)
+        room = SPAN_SLOTS - (position + first) % SPAN_SLOTS if rules.pad_kv else len(rows)
         last = min(first + rules.tile, first + room, len(rows))
         pieces.append(rows[first:last])
         first = last

@@ -3,7 +3,7 @@
 A matrix product may round a row differently depending on how many rows share the call and where the row lies among
 them: BLAS libraries have other kernels for few rows and for remainders. In deterministic mode every product runs in
 tiles of at most 32 rows, padded to row counts that are equal bit by bit; attention runs per request in tiles of at
-most 32 query rows, padded likewise, over a KV length that is a multiple of 512. Which paddings are needed depends on
+most 32 query rows, padded likewise, over a KV length that is a multiple of 256. Which paddings are needed depends on
 the machine: `selfcheck` picks the cheapest that holds, or refuses the mode.
 """
 
@@ -36,7 +36,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """How many rows share a call. Attention: at most `tile` query rows, padded; `pad_kv`: over whole pages, masked.
+    """How many rows share a call. Attention: at most `tile` query rows, padded; `pad_kv`: over whole spans, masked.
 
     Products: at most `product_tile` rows; up to `tile` padded by `linear`, more to a multiple of `product_multiple`.
     Attention as two products over at most `product_slots` slots, as one fused call over more of them.
@@ -67,7 +67,7 @@ NATURAL = RowRules(2**31, Padding(1, 1), Padding(1, 1), False, 2**31, 1)
 PRODUCT_SLOTS = 8192
 """Attention by products is checked, and used, over at most so many slots."""
 
-# Whole pages even here: what is attended to then lies in one piece and is not copied.
+# Whole spans even here: what is attended to then lies in one piece and is not copied.
 NATURAL_DECODER = RowRules(128, Padding(1, 1), Padding(1, 1), True, 2**31, 1, PRODUCT_SLOTS)
 
 # Cheapest first. Seen with torch 2.13: bfloat16 products have their own kernel for 1 row; float32 and float64 ones for

@@ -1,4 +1,4 @@
-"""The KV cache of one sequence: contiguous, in pages of 512 slots, charged to a pool with a fixed capacity.
+"""The KV cache of one sequence: contiguous, charged in pages of 512 slots to a pool with a fixed capacity.
 
 Slot p holds key and value of the token at position p. A forward pass leaves its tokens *pending*; `commit` keeps the
 ones that lie on the accepted path, compacted to the slots after `length`. Not thread-safe: one compute thread.
@@ -16,6 +16,9 @@ from moot.core.errors import NoCapacity
 from moot.core.types import ROOT
 
 PAGE_SLOTS = 512
+"""Slots are charged to the pool in multiples of this."""
+
+SPAN_SLOTS = 256
 """Slots are allocated, and attended to in deterministic mode, in multiples of this."""
 
 
@@ -86,17 +89,18 @@ class SequenceCache:
 
     @property
     def num_slots(self) -> int:
-        return self.data.shape[2]
+        """Slots charged to the pool: whole pages."""
+        return round_up(self.data.shape[2], PAGE_SLOTS)
 
     @torch.inference_mode()
     def reserve(self, num_tokens: int) -> None:
         """Make room for `num_tokens` in all. Raises NoCapacity or what the allocator does; then nothing has changed."""
-        missing = round_up(num_tokens, PAGE_SLOTS) - self.num_slots
-        if missing <= 0:
+        if num_tokens <= self.data.shape[2]:
             return
+        missing = round_up(num_tokens, PAGE_SLOTS) - self.num_slots
         self._pool.take(missing)
         try:
-            grown = self._allocate(self.num_slots + missing)
+            grown = self._allocate(round_up(num_tokens, SPAN_SLOTS))
         except BaseException:
             self._pool.give_back(missing)
             raise

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from moot.core.errors import ConfigError
 from moot.model.decoder.check import decoder_rules
 from moot.model.determinism import TILE_ROWS, RowRules, attention_candidates, linear_candidates
-from moot.model.kv import PAGE_SLOTS, KvPool, SequenceCache
+from moot.model.kv import PAGE_SLOTS, SPAN_SLOTS, KvPool, SequenceCache
 from moot.model.layers import SharedLinear, foreign_products
 from moot.model.rowcases import Case, cancelling, first_holding
 
@@ -39,7 +39,11 @@ def find_rules(loaded: LoadedModel) -> RowRules:
     linear = first_holding(linear_candidates(dtype), products)
     if linear is None:
         raise ConfigError(f"deterministic mode does not hold: {dtype} matrix products depend on the number of rows")
-    attentions = [_attention_case(loaded, cancel_scores, generator) for cancel_scores in (True, False)]
+    attentions = [
+        _attention_case(loaded, slots, cancel_scores, generator)
+        for slots in (SPAN_SLOTS, PAGE_SLOTS)
+        for cancel_scores in (True, False)
+    ]
     attention = first_holding(attention_candidates(dtype), attentions)
     if attention is None:
         raise ConfigError(f"deterministic mode does not hold: {dtype} attention depends on the number of rows")
@@ -85,10 +89,10 @@ def _linear_case(loaded: LoadedModel, shape: tuple[int, int, bool], generator: t
     return Case(compute)
 
 
-def _attention_case(loaded: LoadedModel, cancel_scores: bool, generator: torch.Generator) -> Case:
+def _attention_case(loaded: LoadedModel, slots: int, cancel_scores: bool, generator: torch.Generator) -> Case:
     """Scores that are nothing but rounding, scaled up; or equal scores over values that cancel."""
     shape, heads = loaded.kv_shape, loaded.num_heads
-    slots, kv_heads, dim = PAGE_SLOTS, shape.num_kv_heads, shape.head_dim
+    kv_heads, dim = shape.num_kv_heads, shape.head_dim
     if cancel_scores:
         query, key = cancelling((heads, TILE_ROWS), (kv_heads, slots), dim, generator)
         value = torch.randn(kv_heads, slots, dim, generator=generator)

@@ -64,7 +64,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_as_near_to_the_truth_as_the_model_itself(
     tmp_path: Path, family: str, config: dict[str, Any], deterministic: bool
 ) -> None:
-    """Chunks of any size over a page's end: at most 1.25 of the error that transformers' own bfloat16 pass has.
+    """Chunks of any size over two spans' ends: at most 1.25 of the error that transformers' own bfloat16 pass has.
 
     The truth is the same weights, rounded to bfloat16, computed in float64.
     """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moot.core.errors import NoCapacity
-from moot.model.kv import PAGE_SLOTS, KvPool, KvShape, Pending, SequenceCache
+from moot.model.kv import PAGE_SLOTS, SPAN_SLOTS, KvPool, KvShape, Pending, SequenceCache
 
 SHAPE = KvShape(2, 1, 4, torch.float32, torch.device("cpu"))
 
@@ -113,3 +113,17 @@ def test_blocks_are_copies_of_committed_slots() -> None:
     taker = filled(pool, 100)
     taker.append_block(block)
     assert positions(taker) == list(range(600))
+
+
+def test_short_texts_hold_half_a_page_and_are_charged_a_whole_one() -> None:
+    """Memory grows by spans, the pool's account by pages: an account never says less than what is held."""
+    pool = KvPool(SHAPE, 2 * PAGE_SLOTS)
+    cache = filled(pool, SPAN_SLOTS)
+    assert (cache.data.shape[2], cache.num_slots, pool.used_tokens) == (SPAN_SLOTS, PAGE_SLOTS, PAGE_SLOTS)
+    cache.reserve(SPAN_SLOTS + 1)
+    assert (cache.data.shape[2], pool.used_tokens) == (PAGE_SLOTS, PAGE_SLOTS)
+    assert positions(cache) == list(range(SPAN_SLOTS))
+    cache.reserve(PAGE_SLOTS + 1)
+    assert (cache.data.shape[2], pool.used_tokens) == (PAGE_SLOTS + SPAN_SLOTS, 2 * PAGE_SLOTS)
+    cache.free()
+    assert pool.used_tokens == 0

@@ -13,7 +13,7 @@ from moot.model.decoder.decoder import Decoder
 from moot.model.decoder.layers import HeadShape, gated, turned_heads
 from moot.model.decoder.products import Product
 from moot.model.determinism import PRODUCT_SLOTS, TILE_ROWS, Padding, RowRules
-from moot.model.kv import PAGE_SLOTS, round_up
+from moot.model.kv import SPAN_SLOTS, round_up
 from moot.model.rowcases import Case, cancelling, first_holding
 
 _LARGEST_TILES = (256, TILE_ROWS)
@@ -74,9 +74,9 @@ def _of_rows(function: Callable[[Tensor], Tensor], rows: Tensor) -> Callable[[Te
 
 def _attention_cases(heads: HeadShape, context_limit: int, generator: torch.Generator) -> Iterator[Case]:
     """For every number of slots that is attended to by products, and one of the fused call's if there are more."""
-    longest = round_up(context_limit, PAGE_SLOTS)
-    lengths = [*range(PAGE_SLOTS, min(longest, PRODUCT_SLOTS) + 1, PAGE_SLOTS)]
-    for slots in [*lengths, *([PRODUCT_SLOTS + PAGE_SLOTS] if longest > PRODUCT_SLOTS else [])]:
+    longest = round_up(context_limit, SPAN_SLOTS)
+    lengths = [*range(SPAN_SLOTS, min(longest, PRODUCT_SLOTS) + 1, SPAN_SLOTS)]
+    for slots in [*lengths, *([PRODUCT_SLOTS + SPAN_SLOTS] if longest > PRODUCT_SLOTS else [])]:
         for cancel_scores in (True, False):
             yield _attention_case(heads, slots, cancel_scores, generator)
 
