@@ -1,0 +1,89 @@
+"""Which peers there are, in which environment each runs, and what its variants are called. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+BFLOAT16, FOUR_BITS = "bfloat16", "4-bit weights: another model's numerics"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """`plain_of`: the variant whose texts this one's must equal, where it speculates; `batches`: many at once."""
+
+    name: str
+    label: str
+    numerics: str = BFLOAT16
+    plain_of: str | None = None
+    batches: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One process. `environment`: its virtual environment, empty for this interpreter's; `arguments`: further ones."""
+
+    name: str
+    environment: str
+    script: str
+    variants: tuple[Variant, ...]
+    arguments: tuple[str, ...] = ()
+    may_be_paused: bool = True
+
+
+PEERS = (
+    Peer(
+        "moot",
+        "",
+        "moot_child.py",
+        (
+            Variant("off", "Moot, drafting off", batches=True),
+            Variant("on", "Moot, drafting on", plain_of="off", batches=True),
+        ),
+        may_be_paused=False,
+    ),
+    Peer(
+        "transformers",
+        "transformers",
+        "transformers_child.py",
+        (
+            Variant("plain", "transformers generate"),
+            Variant("prompt_lookup", "transformers prompt lookup", plain_of="plain"),
+        ),
+    ),
+    Peer(
+        "transformers_continuous",
+        "transformers",
+        "continuous_child.py",
+        (Variant("continuous", "transformers generate_batch", batches=True),),
+    ),
+    Peer("vllm", "vllm", "vllm_child.py", (Variant("vllm", "vLLM", batches=True),), ("plain",)),
+    Peer(
+        "vllm_ngram",
+        "vllm",
+        "vllm_child.py",
+        (Variant("ngram", "vLLM n-gram", plain_of="vllm", batches=True),),
+        ("ngram",),
+    ),
+    Peer(
+        "llama_cpp",
+        "llama_cpp",
+        "llama_cpp_child.py",
+        (
+            Variant("q4", "llama.cpp 4-bit", FOUR_BITS),
+            Variant("q4_lookup", "llama.cpp 4-bit, prompt lookup", FOUR_BITS, plain_of="q4"),
+            Variant("bf16", "llama.cpp bf16"),
+            Variant("bf16_lookup", "llama.cpp bf16, prompt lookup", plain_of="bf16"),
+        ),
+    ),
+)
+
+
+def chosen(names: Iterable[str]) -> list[Peer]:
+    """Raises ValueError for a name there is none of."""
+    known = {peer.name: peer for peer in PEERS}
+    wanted = list(names)
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"no peer is called {name}: there are {', '.join(known)}")
+    return [known[name] for name in wanted]

@@ -1,0 +1,63 @@
+"""transformers' `generate`, plain and with prompt lookup."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+import transformers
+from lines import Answer, Clock, serve
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+PROMPT_LOOKUP_TOKENS = 10
+
+
+class FirstToken(BaseStreamer):
+    """The first `put` brings the prompt, the second the first token."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._puts += 1
+        if self._puts > 1:
+            self._clock.tick()
+
+    def end(self) -> None:
+        pass
+
+
+def main(folder: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+    def answer(request: dict[str, Any]) -> list[Answer]:
+        return [one(model, request, prompt) for prompt in request["prompts"]]
+
+    serve(answer, versions={"transformers": transformers.__version__, "torch": torch.__version__})
+
+
+def one(model: Any, request: dict[str, Any], prompt: list[int]) -> Answer:
+    clock = Clock(time.perf_counter())
+    extra = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS} if request["variant"] == "prompt_lookup" else {}
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=request["max_tokens"],
+            do_sample=False,
+            eos_token_id=request["stop_token_ids"],
+            pad_token_id=request["stop_token_ids"][0],
+            streamer=FirstToken(clock),
+            **extra,
+        )
+    return clock.answer(out[0, len(prompt) :].tolist())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
