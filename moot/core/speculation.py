@@ -182,7 +182,7 @@ class Goodput(LengthPolicy):
     E: 1 + sum over j of the product of the first j acceptances, smoothed per request over the pool's. T: measured draft
     time, measured cost of a step with num_requests * (1 + draft nodes) tokens, and the load's overhead; where requests
     wait for the verifier, drafting hides in the steps of others (see _seconds). K moves only for a gain of more than
-    `hysteresis`, to 0 for any: drafting that brings nothing is not kept. At K = 0 nothing is learned about acceptance,
+    `hysteresis`, and to 0 as soon as drafting promises next to nothing. At K = 0 nothing is learned about acceptance,
     so a probe that is due, by this request's count or by the pool's (requests may be shorter than any wait), drafts
     `probe_length` tokens; where even drafts that are nearly always accepted would not pay (a saturated verifier), none
     is made.
@@ -216,11 +216,14 @@ class Goodput(LengthPolicy):
         rates = [self._acceptance.rate(depth) for depth in range(self._max_length)]
         goodput = self.goodputs(rates, load)
         best = max(range(self._max_length + 1), key=goodput.__getitem__)
-        margin = 1 + self._hysteresis if best else 1.0
-        if self._length is None or goodput[best] > margin * goodput[self._length]:
-            if self._length == 0:
+        if goodput[best] < _WORTHWHILE * goodput[0]:
+            best = 0
+        margin = 1 + self._hysteresis
+        if self._length is None or best == 0 or goodput[best] > margin * goodput[self._length]:
+            if self._length == 0 and best:
                 self._probes.start_over()
-                self._pool_probes.start_over()
+                # What pays for this request may pay for the next.
+                self._pool_probes.accepted()
             self._length = best
         if self._length > 0:
             return self._length
@@ -271,6 +274,8 @@ class Goodput(LengthPolicy):
             groups += 1
 
 
+_WORTHWHILE = 1.02
+"""What drafting must promise over K = 0: less drowns in what it costs others, and in how well costs are known."""
 _TURNS = 1.3
 """From so many turns on requests are taken to rotate in groups."""
 _HIDDEN = 0.9

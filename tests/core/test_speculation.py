@@ -219,10 +219,10 @@ def test_verify_cost_is_positive_and_never_falls_with_more_tokens(samples: list[
 def test_verify_cost_learns_the_curve_and_changes() -> None:
     """Between measured sizes it is straight; a machine that gets slower is followed; one pause is not believed."""
     cost = measured({1: 0.03, 9: 0.04, 33: 0.1})
-    assert cost.seconds(1) == pytest.approx(0.03)
-    assert cost.seconds(5) == pytest.approx(0.035)
-    assert cost.seconds(33) == pytest.approx(0.1)
-    assert cost.seconds(57) == pytest.approx(0.16)
+    assert cost.seconds(1) == pytest.approx(0.03, rel=0.01)
+    assert cost.seconds(5) == pytest.approx(0.035, rel=0.01)
+    assert cost.seconds(33) == pytest.approx(0.1, rel=0.01)
+    assert cost.seconds(57) == pytest.approx(0.16, rel=0.01)
     cost.observe(9, 5.0)
     assert cost.seconds(9) < 0.06
     for _ in range(80):
