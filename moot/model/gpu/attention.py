@@ -13,7 +13,9 @@ same from the same arguments on any device and is what tests compare with transf
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +34,12 @@ def kernel_supports(dtype: torch.dtype, device: torch.device, head_dim: int) -> 
 
 class PagedAttention:
     """`use_kernel`: torch's variable-length kernel, else plain operations. Sliding windows always take the latter:
-    where a window begins differs from row to row, which the kernel cannot be told for a page before the rows' own."""
+    where a window begins differs from row to row, which the kernel cannot be told for a page before the rows' own.
+    `kernel`: takes the arguments of `varlen_attn`, and stands in for it where there is no GPU."""
 
-    def __init__(self, use_kernel: bool, scaling: float) -> None:
+    def __init__(self, use_kernel: bool, scaling: float, kernel: Callable[..., Any] = varlen_attn) -> None:
         self.use_kernel = use_kernel
+        self._kernel = kernel
         self._scaling = scaling
 
     def __call__(self, query: Tensor, kv: Tensor, plan: DevicePlan, window: int | None) -> Tensor:
@@ -55,7 +59,7 @@ class PagedAttention:
         """Results [rows, heads, dim] and log-sum-exp [rows, heads] of each row over its own page."""
         if use_kernel:
             # A kernel of its own serves queries of length 1: never asked for, or one row would round in another way.
-            output, log_total = varlen_attn(
+            output, log_total = self._kernel(
                 query,
                 kv[0],
                 kv[1],
@@ -93,7 +97,7 @@ class PagedAttention:
         if use_kernel:
             # Query heads that share keys become rows of one query: nothing is masked by row here.
             packed = query.view(rows, kv_heads, shared, dim).transpose(1, 2).reshape(rows * shared, kv_heads, dim)
-            output, lse = varlen_attn(
+            output, lse = self._kernel(
                 packed.repeat(pages, 1, 1),
                 kv[0],
                 kv[1],

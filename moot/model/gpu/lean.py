@@ -106,6 +106,9 @@ class LeanModel:
             gated = self._linear(layer.mlp_norm(hidden), layer.gate_up, layer.gate_up_bias)
             gate, up = gated.chunk(2, -1)
             hidden = hidden + self._linear(functional.silu(gate) * up, layer.down, layer.down_bias)
+        if not plan.sizes.logit_rows:
+            empty = hidden.new_empty(0, self._head.shape[0])
+            return empty if empty.dtype is torch.float64 else empty.float()
         wanted = self._final_norm(hidden.index_select(0, plan.logit_rows))
         logits = self._linear(wanted, self._head, self._head_bias)
         return logits if logits.dtype is torch.float64 else logits.float()
