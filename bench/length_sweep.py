@@ -50,8 +50,8 @@ MACHINES = {
 
 
 def simulate(costs: Costs, concurrency: int, length: int | None, noise: float, rounds: int, seed: int = 1) -> Outcome:
-    """About `rounds` rounds of all requests together, after as many to warm up, and at least 200 steps of each; `length`
-    None: the policy."""
+    """About `rounds` rounds of all requests together, after as many to warm up, and at least 200 steps of each;
+    `length` None: the policy."""
     step_s = costs.step.seconds(concurrency, concurrency)
     seconds = max(rounds / concurrency * 1.5, 200) * step_s
     replicas = max(2, concurrency)

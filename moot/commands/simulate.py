@@ -77,7 +77,8 @@ class SimulateConfig:
             raise ConfigError("acceptance must be chances from 0 to 1")
         if not (0 <= self.failed_drafters <= 1 and 0 <= self.failed_verifiers < 1):
             raise ConfigError("failed parts must be from 0 to 1, and some verifier must be left")
-        if self.drafters < 0 or min(self.draft_ms, self.draft_token_ms, self.router_round_ms, self.network_ms, self.warm_up_s) < 0:
+        times = (self.draft_ms, self.draft_token_ms, self.router_round_ms, self.network_ms, self.warm_up_s)
+        if self.drafters < 0 or min(times) < 0:
             raise ConfigError("sizes and costs must not be negative")
 
     def classes(self) -> list[LoadClass]:

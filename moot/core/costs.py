@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from math import sqrt
 from typing import Final
 
 _OUTLIER: Final = 3.0
@@ -112,7 +113,7 @@ class VerifyCost:
     @staticmethod
     def _doubt(count: float) -> float:
         """How far below its mean a class may lie: one slow step must not keep a size from ever being tried again."""
-        return max(_DOUBT * (max(count, 1.0) ** -0.5 - _RATE**0.5), 0.0)
+        return max(_DOUBT * (1 / sqrt(max(count, 1.0)) - sqrt(_RATE)), 0.0)
 
     def _fit(self) -> None:
         """Means in order of size, pooled where a larger class came out cheaper (isotonic regression)."""
