@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from lines import Answer, Clock, serve
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 PROMPT_LOOKUP_TOKENS = 10
