@@ -15,19 +15,17 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
 
 
 class _Stored:
-    """Where a segment's keys and values go: per layer [2, kv_heads, tokens, dim]."""
+    """A segment's keys and values, [2, tokens, kv_heads, dim]: where they are, and where they go in each layer."""
 
-    __slots__ = ("keys_values", "rows")
+    __slots__ = ("found", "targets")
 
-    def __init__(self, segment: Segment) -> None:
-        cache = segment.cache
-        self.rows = slice(segment.start, segment.start + segment.count)
-        pending = cache.pending
+    def __init__(self, segment: Segment, fresh: Tensor) -> None:
+        cache, pending = segment.cache, segment.cache.pending
+        self.found = fresh[:, segment.start : segment.start + segment.count]
         if pending is not None and pending.tree_kv is not None:
-            self.keys_values = pending.tree_kv.transpose(2, 3).unbind(0)
+            self.targets = pending.tree_kv.unbind(0)
         else:
-            slots = cache.data.transpose(2, 3)
-            self.keys_values = slots[:, :, :, cache.length : cache.length + segment.count].unbind(0)
+            self.targets = cache.data[:, :, cache.length : cache.length + segment.count].unbind(0)
 
 
 class _Attended:
@@ -73,11 +71,13 @@ class _Attended:
         mask = self.mask(window, group, queries.dtype)
         result = function(queries, self.keys[layer], self.values[layer], mask, group, self.by_products)
         result = result.view(result.shape[0], -1, group, result.shape[2])
+        count = self._tile.num_rows
+        if count < result.shape[1]:
+            result = result[:, :count]
         if self.index is None:
-            self.output.copy_(result[:, : self._tile.num_rows])
+            self.output.copy_(result)
         else:
-            own = self.index[: self._tile.num_rows]
-            self.output.index_copy_(0, own, result[:, : self._tile.num_rows].transpose(0, 1))
+            self.output.index_copy_(0, self.index[:count], result.transpose(0, 1))
 
 
 class StepTiles:
@@ -91,7 +91,9 @@ class StepTiles:
         # Rows that only pad belong to nobody and get zeros.
         self._mixed = data.new_zeros(rows, heads.kv_heads, heads.group, heads.dim)
         self._flat = self._mixed.view(rows, -1)
-        self._stored = [_Stored(segment) for segment in step.segments]
+        self._fresh = data.new_empty(2, rows, heads.kv_heads, heads.dim)
+        self._fresh_keys, self._fresh_values = self._fresh.unbind(0)
+        self._stored = [_Stored(segment, self._fresh) for segment in step.segments]
         self._tiles = [
             _Attended(segment, tile, self._queries, self._mixed, heads, rules.product_slots)
             for segment in step.segments
@@ -103,11 +105,10 @@ class StepTiles:
         heads, rows = self._heads, turned.shape[0]
         queries = turned[:, : heads.query_heads].view(rows, heads.kv_heads, heads.group, heads.dim)
         self._queries.copy_(queries.transpose(0, 1))
-        keys = turned[:, heads.query_heads :]
+        self._fresh_keys.copy_(turned[:, heads.query_heads :])
+        self._fresh_values.copy_(values)
         for stored in self._stored:
-            to_keys, to_values = stored.keys_values[layer].unbind(0)
-            to_keys.copy_(keys[stored.rows].transpose(0, 1))
-            to_values.copy_(values[stored.rows].transpose(0, 1))
+            stored.targets[layer].copy_(stored.found)
 
     def attend(self, layer: int, window: int | None, function: Attend) -> Tensor:
         """[rows, heads * dim]."""
