@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -14,9 +13,9 @@ import grpc.aio
 
 from moot.core.types import ModelInfo, SamplingParams
 from moot.rpc import convert
-from moot.rpc.frames import FrameQueue
-from moot.rpc.link import STREAM_ERRORS, LinkConfig
+from moot.rpc.link import LinkConfig
 from moot.testing.server import InProcessServer
+from moot.testing.streams import PeerStream, ScriptedPeer
 from moot.testing.text import ScriptedText
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc, token_pb2
@@ -51,14 +50,10 @@ class _Session:
     params: SamplingParams
 
 
-@dataclass(slots=True, eq=False)
-class _Stream:
-    answers: FrameQueue[pb.DraftAnswer]
-    sessions: dict[int, _Session] = field(default_factory=dict)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+_Stream = PeerStream[_Session, pb.DraftAnswer]
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(ScriptedPeer[_Session, pb.DraftCommand, pb.DraftAnswer]):
     """`manner` is called once per question; `spoil` is the chance that a TRUE answer is spoilt at a drawn place.
 
     Public attributes may be changed while it runs.
@@ -77,6 +72,12 @@ class ScriptedDrafter:
         family: str = "",
         link: LinkConfig | None = None,
     ) -> None:
+        super().__init__(
+            InProcessServer(
+                lambda server: drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server(_Servicer(self), server),
+                link,
+            )
+        )
         self.text = text or ScriptedText()
         self.spoil = spoil
         self.manner = manner
@@ -85,36 +86,15 @@ class ScriptedDrafter:
         self.kind = kind
         self.family = family
         self.info = ModelInfo("scripted", "1", tokenizer_fingerprint, self.text.vocab_size, context_limit)
-        self.counts: Counter[str] = Counter()
-        """Commands seen by name, and `streams`."""
         self.longest_prefix_asked = 0
         self.num_candidate_rows = 0
         """Rows of the target's likely ids that came with the questions."""
         self._random = random.Random(seed)
-        self._streams: set[_Stream] = set()
         self._is_draining = False
-        self._server = InProcessServer(
-            lambda server: drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server(_Servicer(self), server), link
-        )
-
-    @property
-    def address(self) -> str:
-        return self._server.address
-
-    @property
-    def num_sessions(self) -> int:
-        return sum(len(stream.sessions) for stream in self._streams)
-
-    @property
-    def num_streams(self) -> int:
-        return len(self._streams)
 
     async def start(self) -> None:
         self._is_draining = False
-        await self._server.start()
-
-    async def kill(self) -> None:
-        await self._server.kill()
+        await super().start()
 
     def drain(self) -> None:
         """Tell every peer to go elsewhere, also those that still come."""
@@ -125,13 +105,6 @@ class ScriptedDrafter:
     @staticmethod
     def _say_drain(stream: _Stream) -> None:
         stream.answers.put(pb.DraftAnswer(drain=pb.DrafterDrain(grace_ms=1000)))
-
-    async def __aenter__(self) -> ScriptedDrafter:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.kill()
 
     def take(self, stream: _Stream, command: pb.DraftCommand) -> None:
         kind = command.WhichOneof("command")
@@ -209,17 +182,9 @@ class ScriptedDrafter:
         return token_pb2.Proposal(token_ids=ids, confidences=confidences)
 
     def enter(self, stream: _Stream) -> None:
-        self._streams.add(stream)
-        self.counts["streams"] += 1
+        super().enter(stream)
         if self._is_draining:
             self._say_drain(stream)
-
-    def leave(self, stream: _Stream) -> None:
-        self._streams.discard(stream)
-        stream.sessions.clear()
-        stream.answers.close()
-        for task in stream.tasks:
-            task.cancel()
 
 
 class _Servicer(drafter_service_pb2_grpc.DrafterServiceServicer):
@@ -234,26 +199,7 @@ class _Servicer(drafter_service_pb2_grpc.DrafterServiceServicer):
             kind=drafter.kind, family=drafter.family, model=convert.model_info_to_pb(drafter.info)
         )
 
-    async def Draft(
+    def Draft(
         self, request_iterator: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.DraftResponse]:
-        stream = _Stream(FrameQueue())
-        self._drafter.enter(stream)
-
-        async def read() -> None:
-            try:
-                async for request in request_iterator:
-                    for command in request.commands:
-                        self._drafter.take(stream, command)
-            except STREAM_ERRORS:
-                pass  # the peer is gone, which the end of the answers shows as well
-            finally:
-                stream.answers.close()
-
-        reader = asyncio.create_task(read())
-        try:
-            while answers := await stream.answers.next_frame():
-                yield pb.DraftResponse(answers=answers)
-        finally:
-            reader.cancel()
-            self._drafter.leave(stream)
+        return self._drafter.serve(request_iterator, lambda answers: pb.DraftResponse(answers=answers))

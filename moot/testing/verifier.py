@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
@@ -14,9 +14,9 @@ from moot.core.acceptance import walk
 from moot.core.errors import SessionError
 from moot.core.types import Draft, ModelInfo, SamplingParams, TokenLogprobs, Verification
 from moot.rpc import convert
-from moot.rpc.frames import FrameQueue
-from moot.rpc.link import STREAM_ERRORS, LinkConfig
+from moot.rpc.link import LinkConfig
 from moot.testing.server import InProcessServer
+from moot.testing.streams import PeerStream, ScriptedPeer
 from moot.testing.text import ScriptedText
 from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc
@@ -32,13 +32,10 @@ class _Session:
     round_index: int = -1
 
 
-@dataclass(slots=True, eq=False)
-class _Stream:
-    answers: FrameQueue[pb.VerifyAnswer]
-    sessions: dict[int, _Session] = field(default_factory=dict)
+_Stream = PeerStream[_Session, pb.VerifyAnswer]
 
 
-class ScriptedVerifier:
+class ScriptedVerifier(ScriptedPeer[_Session, pb.VerifyCommand, pb.VerifyAnswer]):
     """Serves `text` on loopback. Public attributes may be changed while it runs.
 
     `step_s` and `step_per_token_s`: what a step costs, in seconds. `kill_on`: request ids whose next step takes the
@@ -59,6 +56,12 @@ class ScriptedVerifier:
         max_draft_tokens: int = 64,
         link: LinkConfig | None = None,
     ) -> None:
+        super().__init__(
+            InProcessServer(
+                lambda server: verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server(_Servicer(self), server),
+                link,
+            )
+        )
         self.text = text or ScriptedText()
         self.info = ModelInfo(
             model, "1", tokenizer_fingerprint, self.text.vocab_size, context_limit, self.text.end_token_ids
@@ -75,16 +78,9 @@ class ScriptedVerifier:
         self.double_answers = False
         self.stale_answers = False
         self.answer_heartbeats = True
-        self.counts: Counter[str] = Counter()
-        """Commands seen by name, `streams`, and `opens_with_candidates`."""
         self.cache_salts: set[str] = set()
         self.largest_batch = 0
         self.largest_queue = 0
-        self._server = InProcessServer(
-            lambda server: verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server(_Servicer(self), server),
-            link,
-        )
-        self._streams: set[_Stream] = set()
         self._queue: deque[tuple[_Stream, pb.VerifyCommand]] = deque()
         self._work = asyncio.Event()
         self._running = asyncio.Event()
@@ -94,21 +90,9 @@ class ScriptedVerifier:
         self._engine: asyncio.Task[None] | None = None
         self._killing: asyncio.Task[None] | None = None
 
-    @property
-    def address(self) -> str:
-        return self._server.address
-
-    @property
-    def num_sessions(self) -> int:
-        return sum(len(stream.sessions) for stream in self._streams)
-
-    @property
-    def num_streams(self) -> int:
-        return len(self._streams)
-
     async def start(self) -> None:
         """Also after `kill`: again on the same port, with nothing in memory."""
-        await self._server.start()
+        await super().start()
         self._engine = asyncio.create_task(self._run())
 
     async def kill(self) -> None:
@@ -118,7 +102,7 @@ class ScriptedVerifier:
             await asyncio.gather(engine, return_exceptions=True)
         self._queue.clear()
         self._num_computing = 0
-        await self._server.kill()
+        await super().kill()
 
     def freeze(self) -> None:
         """The compute thread stands still; the event loop goes on answering heartbeats."""
@@ -137,12 +121,8 @@ class ScriptedVerifier:
         for stream in self._streams:
             stream.answers.close()
 
-    async def __aenter__(self) -> ScriptedVerifier:
-        await self.start()
-        return self
-
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.kill()
+        await super().__aexit__(*exc_info)
         if self._killing is not None:
             await self._killing
 
@@ -294,15 +274,6 @@ class ScriptedVerifier:
         if request_id in self.refuse_capacity:
             raise _Failure(pb.SessionFailed.CODE_NO_CAPACITY, "no room for another sequence")
 
-    def enter(self, stream: _Stream) -> None:
-        self._streams.add(stream)
-        self.counts["streams"] += 1
-
-    def leave(self, stream: _Stream) -> None:
-        self._streams.discard(stream)
-        stream.sessions.clear()
-        stream.answers.close()
-
 
 def scripted_logprobs(position: int, token: int) -> TokenLogprobs:
     """What the scripted verifier reports for `token` at `position` of prompt + output: exact in float32."""
@@ -332,26 +303,7 @@ class _Servicer(verifier_service_pb2_grpc.VerifierServiceServicer):
             deterministic=True,
         )
 
-    async def Verify(
+    def Verify(
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.VerifyResponse]:
-        stream = _Stream(FrameQueue())
-        self._verifier.enter(stream)
-
-        async def read() -> None:
-            try:
-                async for request in request_iterator:
-                    for command in request.commands:
-                        self._verifier.take(stream, command)
-            except STREAM_ERRORS:
-                pass  # the peer is gone, which the end of the answers shows as well
-            finally:
-                stream.answers.close()
-
-        reader = asyncio.create_task(read())
-        try:
-            while answers := await stream.answers.next_frame():
-                yield pb.VerifyResponse(answers=answers)
-        finally:
-            reader.cancel()
-            self._verifier.leave(stream)
+        return self._verifier.serve(request_iterator, lambda answers: pb.VerifyResponse(answers=answers))

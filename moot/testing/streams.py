@@ -1,0 +1,102 @@
+"""What the scripted peers share: streams of frames with sessions, served until either end leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar
+
+from moot.rpc.frames import FrameQueue
+from moot.rpc.link import STREAM_ERRORS
+from moot.testing.server import InProcessServer
+
+SessionT = TypeVar("SessionT")
+AnswerT = TypeVar("AnswerT")
+CommandT = TypeVar("CommandT")
+ResponseT = TypeVar("ResponseT")
+
+
+@dataclass(slots=True, eq=False)
+class PeerStream(Generic[SessionT, AnswerT]):
+    answers: FrameQueue[AnswerT] = field(default_factory=FrameQueue)
+    sessions: dict[int, SessionT] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class ScriptedPeer(Generic[SessionT, CommandT, AnswerT]):
+    """A server on loopback and its streams. A peer says what it does with a command: `take`.
+
+    `counts`: commands seen by name, and `streams`.
+    """
+
+    def __init__(self, server: InProcessServer) -> None:
+        self.counts: Counter[str] = Counter()
+        self._server = server
+        self._streams: set[PeerStream[SessionT, AnswerT]] = set()
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    @property
+    def num_sessions(self) -> int:
+        return sum(len(stream.sessions) for stream in self._streams)
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def kill(self) -> None:
+        await self._server.kill()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.kill()
+
+    def take(self, stream: PeerStream[SessionT, AnswerT], command: CommandT) -> None:
+        """One command off the wire."""
+        raise NotImplementedError
+
+    def enter(self, stream: PeerStream[SessionT, AnswerT]) -> None:
+        self._streams.add(stream)
+        self.counts["streams"] += 1
+
+    def leave(self, stream: PeerStream[SessionT, AnswerT]) -> None:
+        self._streams.discard(stream)
+        stream.sessions.clear()
+        stream.answers.close()
+        for task in stream.tasks:
+            task.cancel()
+
+    async def serve(
+        self, request_iterator: AsyncIterator[Any], response: Callable[[Sequence[AnswerT]], ResponseT]
+    ) -> AsyncIterator[ResponseT]:
+        """One stream from its beginning to its end; `response` makes a frame of answers."""
+        stream: PeerStream[SessionT, AnswerT] = PeerStream()
+        self.enter(stream)
+
+        async def read() -> None:
+            try:
+                async for request in request_iterator:
+                    for command in request.commands:
+                        self.take(stream, command)
+            except STREAM_ERRORS:
+                pass  # the peer is gone, which the end of the answers shows as well
+            finally:
+                stream.answers.close()
+
+        reader = asyncio.create_task(read())
+        try:
+            while answers := await stream.answers.next_frame():
+                yield response(answers)
+        finally:
+            reader.cancel()
+            self.leave(stream)
