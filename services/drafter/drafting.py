@@ -46,7 +46,7 @@ def is_ahead_on(mode: str, device: str) -> bool:
 
 
 class Drafting:
-    """Not thread-safe: the engine's thread only. `fail` is told the error and the sessions that it has ended."""
+    """Not thread-safe: the engine's thread only."""
 
     def __init__(
         self,
@@ -111,7 +111,8 @@ class Drafting:
 
     def _next_asked(self) -> list[Session]:
         """Who has waited longest, as many as a batch holds; asks whose time is over are dropped."""
-        now, batch = self._clock(), []
+        now = self._clock()
+        batch: list[Session] = []
         for session in list(self.table.waiting.values()):
             assert session.ask is not None
             if session.ask.expires_at is not None and now > session.ask.expires_at:
