@@ -8,12 +8,11 @@ The whole system as processes on this machine, as in `moot demo`. FILE: JSON lin
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.driving.prompts import read_prompts
 from bench.report import publish
 from moot.client import Client
 from moot.commands.common import say
@@ -30,18 +29,9 @@ class EndToEndConfig(DemoConfig):
     limit: int = option(20, help="prompts taken from the file, evenly spread over it")
 
 
-def read_prompts(path: Path, limit: int) -> dict[str, str]:
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    chosen = lines[:: max(1, len(lines) // limit)][:limit]
-    return {
-        f"{index}-{line.get('category', 'prompt')}": line["turns"][0] if "turns" in line else line["prompt"]
-        for index, line in enumerate(chosen)
-    }
-
-
 def main() -> int:
     config = load_config(EndToEndConfig, sys.argv[1:], prog="python -m bench.end_to_end", description=__doc__ or "")
-    prompts: Mapping[str, str] = read_prompts(config.prompts, config.limit) if config.prompts else PROMPTS
+    prompts = read_prompts(config.prompts, config.limit) if config.prompts else PROMPTS
     with running(config, "bench", say) as system:
         asker = Asker(Client(system.url), config)
         warm_up = next(iter(prompts.values()))

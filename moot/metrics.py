@@ -71,6 +71,9 @@ class Metrics:
             "answers_dropped", "Answers of peers that fitted no open wait, and why.", "role", "reason"
         )
         self.speculation_length = self._histogram("speculation_length", "Tokens asked of the drafters.", COUNT_BUCKETS)
+        self.speculation_length_changes = self._counter(
+            "speculation_length_changes", "Rounds of a request that asked for another K than its round before."
+        )
         self.vote_agreement_ratio = self._histogram(
             "vote_agreement_ratio", "Share of the vote's weight behind the draft's first token.", RATIO_BUCKETS
         )

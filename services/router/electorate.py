@@ -83,6 +83,7 @@ class Voters:
         self._inside: tuple[Proposal, ...] = ()
         self._loop = asyncio.get_running_loop()
         self._asked_at = 0.0
+        self._last_length: int | None = None
         self.num_top_candidates = 0
         if any(source.wants_top_candidates for source in sources):
             self.num_top_candidates = self._ballots.num_top_candidates
@@ -94,6 +95,11 @@ class Voters:
     def plan(self, generation: Generation, context_limit: int, max_draft_tokens: int) -> Plan:
         """What the next round may spend; `max_draft_tokens`: what the verifier takes."""
         plan = self._policy.plan(generation, context_limit)
+        length = plan.num_speculative_tokens
+        # What the end of the text cuts is no choice.
+        if length < generation.num_remaining - 1 and self._last_length not in (None, length):
+            self._metrics.speculation_length_changes.inc()
+        self._last_length = length
         if not self._drafters and not self._inside:
             return Plan(0, 0)
         if plan.max_draft_tokens > max_draft_tokens:

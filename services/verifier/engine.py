@@ -129,17 +129,29 @@ class Engine:
         if delay_s := fault_delay_s(fault("verifier.step")):
             time.sleep(delay_s)
         with torch.inference_mode():
-            for arrival in self._intake.take():
-                self.serving.apply(arrival)
+            self._take()
             worked = self.serving.step()
         self._deliver()
         return worked
+
+    def _take(self) -> None:
+        for arrival in self._intake.take():
+            self.serving.apply(arrival)
+
+    @torch.inference_mode()
+    def _gather(self) -> None:
+        """Take commands until nobody is waited for any more. What a command is answered goes out with the next step."""
+        self._take()
+        while not self._stopping and (seconds := self.serving.seconds_to_gather()):
+            self._intake.wait(seconds)
+            self._take()
 
     def _run(self) -> None:
         _log.info("computing")
         try:
             while not self._stopping:
                 self._progress()
+                self._gather()
                 if not self.step():
                     self._intake.wait(IDLE_CHECK_S)
             self._end_all(FailureCode.DRAINING, "this verifier is going away")
@@ -153,8 +165,7 @@ class Engine:
 
     def _end_all(self, code: FailureCode, message: str) -> None:
         with torch.inference_mode():
-            for arrival in self._intake.take():
-                self.serving.apply(arrival)
+            self._take()
             self.serving.fail_all(code, message)
         self._deliver()
 

@@ -19,6 +19,7 @@ from moot.model.sampler import Sampler
 from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finish, Open, Opened, Verified, Verify
 from services.verifier.config import VerifierConfig
 from services.verifier.desk import Desk, Dropped
+from services.verifier.gathering import Gathering
 from services.verifier.intake import Arrival, Intake
 from services.verifier.sessions import Session, Stream
 from services.verifier.sharing import PrefixSharing
@@ -66,6 +67,7 @@ class Serving:
         self._intake = intake
         self._metrics = metrics
         self._idle_limit_s = config.session_idle_limit_s
+        self.gathering = Gathering(config.gather_share)
         self._sessions: dict[int, Session] = {}
         self._outbox: dict[Stream, list[Answer]] = defaultdict(list)
 
@@ -103,6 +105,11 @@ class Serving:
         self._observe()
         return bool(batch.items)
 
+    def seconds_to_gather(self) -> float:
+        """How long the next step should wait for sessions that are about to have work, too; 0: there is none."""
+        seconds = self.gathering.seconds_left(time.monotonic_ns())
+        return seconds if seconds and self.scheduler.has_work else 0.0
+
     def take_answers(self) -> dict[Stream, list[Answer]]:
         """Answers since the last call, in order, by stream."""
         answers, self._outbox = self._outbox, defaultdict(list)
@@ -126,6 +133,7 @@ class Serving:
     def _verify(self, stream: Stream, command: Verify, arrived_ns: int) -> None:
         result = self._desk.verify(stream, command, arrived_ns)
         if isinstance(result, Session):
+            self.gathering.came(result.arrival, arrived_ns)
             self.scheduler.submit(result)
             return
         if isinstance(result, Failed) and (session := stream.sessions.get(command.session_id)):
@@ -146,6 +154,7 @@ class Serving:
         num_tokens, works = batch.num_tokens, {item.session.arrival: item.session.work for item in batch.items}
         outcomes = self.steps.run(batch.items)
         forward_ns = time.monotonic_ns() - start_ns
+        self.gathering.stepped(forward_ns)
         for outcome in outcomes:
             session, work = outcome.session, works[outcome.session.arrival]
             if isinstance(outcome, Broken):
@@ -183,6 +192,8 @@ class Serving:
             self._answer(session.stream, Verified(session.session_id, session.round_index, verification))
         if outcome.walk.finish is not None:
             self._end(session)
+        else:
+            self.gathering.answered(session.arrival, session.last_active_ns)
 
     def _expire(self) -> None:
         lease_ends_ns = time.monotonic_ns() - int(self._idle_limit_s * 1e9)
@@ -201,6 +212,7 @@ class Serving:
         session.stream.sessions.pop(session.session_id, None)
         del self._sessions[session.arrival]
         self.scheduler.remove(session)
+        self.gathering.ended(session.arrival)
         session.cache.free()
         self._intake.release(num_sessions=1, num_tokens=session.num_waiting_tokens)
 
