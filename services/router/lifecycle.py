@@ -17,6 +17,7 @@ from moot.proposers.registry import create
 from moot.rpc.server import GrpcServer, termination_event, write_ready_file
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from moot.v1 import router_service_pb2_grpc
+from services.router import collector
 from services.router.auth import ApiKeys
 from services.router.config import RouterConfig
 from services.router.discovery import follow, parse_drafters, parse_local, parse_source
@@ -193,6 +194,7 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
         peers.start()
         await server.start(config.host, config.grpc_port)
         await server.set_serving(True)
+        collector.settle()
         await serve_http(
             app,
             config.host,

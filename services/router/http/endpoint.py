@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import time
 import uuid
@@ -126,7 +125,11 @@ class GenerationEndpoint:
         )
         async with aclosing(running) as chunks:
             if common.stream:
-                await self._stream(envelope, reply, chunks, sse.EventStream(send, front.settings.send_timeout_s))
+                stream = sse.EventStream(send, front.settings.send_timeout_s)
+                try:
+                    await self._stream(envelope, reply, chunks, stream)
+                finally:
+                    stream.release()
                 return None
             durable = True
             async for _, chunk in chunks:
@@ -135,7 +138,7 @@ class GenerationEndpoint:
         answer["usage"] = envelope.usage()
         if common.include_metrics:
             answer["metrics"] = envelope.metrics()
-        text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
+        text = sse.encode(answer)
         return Response(text, headers=_durability(durable), media_type="application/json")
 
     async def _prepare(

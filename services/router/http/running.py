@@ -13,6 +13,7 @@ from typing import TypeAlias, cast
 from moot.core.errors import DeadlineExceeded, Draining, MootError
 from moot.core.types import FinishReason, TokenLogprobs
 from moot.metrics import Metrics
+from services.router.patience import Patience
 from services.router.settings import HttpSettings
 from services.router.text import IncrementalText
 from services.router.types import GenerationChunk, GenerationMetrics, GenerationRequest, Generator
@@ -90,8 +91,9 @@ async def run_choices(
     and returns when they have let go, or after `abort_timeout_s`.
     """
     queue: _Queue = asyncio.Queue(settings.stream_buffer_chunks)
+    patience = Patience(settings.chunk_timeout_s)
     pumps = [
-        asyncio.create_task(_pump(generator, choice, queue, settings, ChoiceTimer(metrics, started)))
+        asyncio.create_task(_pump(generator, choice, queue, patience, ChoiceTimer(metrics, started)))
         for choice in choices
     ]
     if aborting is not None:
@@ -113,6 +115,7 @@ async def run_choices(
             pump.cancel()
         if pending:
             log.error("generations did not end after their abort", extra={"num_generations": len(pending)})
+        patience.close()
 
 
 async def _interrupt(aborting: asyncio.Event, choice: Choice, queue: _Queue) -> None:
@@ -124,7 +127,7 @@ async def _pump(
     generator: Generator,
     choice: Choice,
     queue: _Queue,
-    settings: HttpSettings,
+    patience: Patience,
     timer: ChoiceTimer,
 ) -> None:
     finish = FinishReason.ABORT
@@ -132,7 +135,7 @@ async def _pump(
         chunks = cast("AsyncGenerator[GenerationChunk, None]", generator.generate(choice.request, choice.text))
         async with contextlib.aclosing(chunks):
             while True:
-                chunk = await _next(chunks, settings.chunk_timeout_s)
+                chunk = await _next(chunks, patience)
                 if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                     raise MootError("the generation was ended by the server")
                 timer.tokens(len(chunk.token_ids))
@@ -148,11 +151,11 @@ async def _pump(
         timer.end(finish)
 
 
-async def _next(chunks: AsyncGenerator[GenerationChunk, None], timeout_s: float) -> GenerationChunk:
+async def _next(chunks: AsyncGenerator[GenerationChunk, None], patience: Patience) -> GenerationChunk:
     try:
-        async with asyncio.timeout(timeout_s):
+        with patience.wait():
             return await anext(chunks)
     except TimeoutError as error:
-        raise DeadlineExceeded(f"no token for {timeout_s:g} s") from error
+        raise DeadlineExceeded(f"no token for {patience.timeout_s:g} s") from error
     except StopAsyncIteration as error:
         raise RuntimeError("a generation ended without a finish reason") from error

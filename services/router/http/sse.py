@@ -10,13 +10,18 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Send
 
 from services.router.http.middleware import ClientGone
+from services.router.patience import Patience
 
 ResultT = TypeVar("ResultT")
 DONE = b"data: [DONE]\n\n"
 
 
+# One encoder for all: json.dumps makes a new one for each call that asks for anything but its defaults.
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + encode(body).encode() + b"\n\n"
 
 
 class EventStream:
@@ -24,7 +29,7 @@ class EventStream:
 
     def __init__(self, send: Send, timeout_s: float) -> None:
         self._send_message = send
-        self._timeout_s = timeout_s
+        self._patience = Patience(timeout_s)
         self.started = False
 
     async def send(self, parts: Iterable[bytes], headers: dict[str, str] | None = None) -> None:
@@ -40,9 +45,13 @@ class EventStream:
     async def close(self) -> None:
         await self._write({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def release(self) -> None:
+        """Nothing more is written, whether the stream was closed or not."""
+        self._patience.close()
+
     async def _write(self, message: dict[str, Any]) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            with self._patience.wait():
                 await self._send_message(message)
         except (TimeoutError, OSError) as error:
             raise ClientGone from error

@@ -218,8 +218,8 @@ class DurableStore:
             memory = await self._link.probe()
         except StoreUnavailable:
             return
-        limit = memory["maxmemory"] * self._config.memory_limit_ratio
-        self._nearly_full = 0 < limit <= memory["used_memory"]
+        limit = int(memory["maxmemory"]) * self._config.memory_limit_ratio
+        self._nearly_full = 0 < limit <= int(memory["used_memory"])
         await self._sync_all()
         await self._renew_leases()
 

@@ -15,14 +15,12 @@ from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
-from redis.maint_notifications import MaintNotificationsConfig
 
-from moot.core.errors import ConfigError, StoreUnavailable
+from moot.core.errors import StoreUnavailable
+from services.router.patience import Patience
 from services.router.store.config import StoreConfig
+from services.router.store.connection import Argument, RedisConnection
 
 _log = logging.getLogger(__name__)
 
@@ -30,8 +28,6 @@ _SOURCE = resources.files(__package__).joinpath("functions.lua").read_text()
 # Part of every function's name: routers of two versions share a server during a rolling update.
 VERSION = hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]
 LIBRARY = _SOURCE.replace("@VERSION@", VERSION)
-
-Argument = str | int | bytes
 
 
 class _Call(NamedTuple):
@@ -58,7 +54,8 @@ class RedisLink:
     def __init__(self, config: StoreConfig, on_change: Callable[[bool], None] = lambda up: None) -> None:
         self._config = config
         self._on_change = on_change
-        self._client = self._connect()
+        self._connection = RedisConnection(config)
+        self._patience = Patience(config.call_deadline_s)
         self._queue: deque[_Call] = deque()
         self._waiting = asyncio.Event()
         self._up: bool | None = None
@@ -75,18 +72,20 @@ class RedisLink:
             raise StoreUnavailable("the store of request records is not reachable")
         return await self._enqueue("FCALL", f"moot_{name}_{VERSION}", len(keys), *keys, *arguments)
 
-    async def probe(self) -> dict[str, Any]:
+    async def probe(self) -> dict[str, str]:
         """The server's INFO memory, asked for even while the link is down; raises StoreUnavailable."""
         reply = await self._enqueue("INFO", "memory")
         self._set_up(True)
-        return dict(reply)
+        lines = reply.decode().splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line)
 
     async def close(self) -> None:
         self._worker.cancel()
         await asyncio.gather(self._worker, return_exceptions=True)
         self._fail_all(list(self._queue), StoreUnavailable("the store is closed"))
         self._queue.clear()
-        await self._drop_connection()
+        self._patience.close()
+        await self._connection.drop()
 
     async def _enqueue(self, *command: Argument) -> Any:
         if self._worker.done():
@@ -97,7 +96,7 @@ class RedisLink:
         self._queue.append(call)
         self._waiting.set()
         try:
-            async with asyncio.timeout(self._config.call_deadline_s):
+            with self._patience.wait():
                 return await call.reply
         except TimeoutError as error:
             raise StoreUnavailable("the store did not answer in time") from error
@@ -159,47 +158,9 @@ class RedisLink:
     async def _send_with_retry(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
         """Every function is idempotent, so a second attempt is safe whatever became of the first."""
         try:
-            return await self._send(commands)
+            return await self._connection.send(commands)
         except (RedisError, OSError, TimeoutError):
-            await self._drop_connection()
-            self._client = self._connect()
-        try:
-            return await self._send(commands)
-        except (RedisError, OSError, TimeoutError):
-            await self._drop_connection()
-            self._client = self._connect()
-            raise
-
-    async def _send(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
-        async with asyncio.timeout(self._config.timeout_s + self._config.connect_timeout_s):
-            pipeline = self._client.pipeline(transaction=False)
-            for command in commands:
-                pipeline.execute_command(*command)
-            return list(await pipeline.execute(raise_on_error=False))
-
-    def _connect(self) -> Redis:
-        try:
-            return Redis.from_url(
-                self._config.url,
-                socket_timeout=self._config.timeout_s,
-                socket_connect_timeout=self._config.connect_timeout_s,
-                # The library's own default is ten attempts, seconds in all.
-                retry=Retry(NoBackoff(), 0),
-                max_connections=1,
-                protocol=2,
-                driver_info=None,
-                maint_notifications_config=MaintNotificationsConfig(enabled=False),
-            )
-        except ValueError:
-            # Without the address and without what was raised, which quotes parts of it: it may hold a password.
-            raise ConfigError("the address of the store is not redis://, rediss:// or unix://") from None
-
-    async def _drop_connection(self) -> None:
-        """What is left on a broken connection is never read: the next batch gets a new one."""
-        try:
-            await self._client.aclose()
-        except (RedisError, OSError, TimeoutError) as error:
-            _log.debug("closing a broken connection", extra={"cause": type(error).__name__})
+            return await self._connection.send(commands)
 
     @staticmethod
     def _fail_all(calls: Sequence[_Call], error: StoreUnavailable) -> None:

@@ -1,0 +1,77 @@
+"""One connection to the server of records: commands in pipelines, and a deadline for each pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+from redis.maint_notifications import MaintNotificationsConfig
+
+from moot.core.errors import ConfigError
+from services.router.store.config import StoreConfig
+
+_log = logging.getLogger(__name__)
+
+Argument = str | int | bytes
+
+
+class RedisConnection:
+    """Connects when something is to be sent. Raises ConfigError for an address that is none.
+
+    The library's client is left out of the token path: its pipelines bound each reply by a timer of its own.
+    """
+
+    def __init__(self, config: StoreConfig) -> None:
+        self._deadline_s = config.timeout_s + config.connect_timeout_s
+        try:
+            self._pool = Redis.from_url(
+                config.url,
+                # A pipeline has a deadline: none for each reply beside it.
+                socket_timeout=None,
+                socket_connect_timeout=config.connect_timeout_s,
+                # The library's own default is ten attempts, seconds in all.
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+                driver_info=None,
+                maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            ).connection_pool
+        except ValueError:
+            # Without the address and without what was raised, which quotes parts of it: it may hold a password.
+            raise ConfigError("the address of the store is not redis://, rediss:// or unix://") from None
+        self._connection = self._pool.make_connection()
+
+    async def send(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        """The replies in the commands' order; a refusal stands among them as its ResponseError.
+
+        Raises RedisError, OSError or TimeoutError; what is left on the connection is never read then.
+        """
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                connection = self._connection
+                if not connection.is_connected:
+                    await connection.connect()
+                await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+                return [await self._reply() for _ in commands]
+        except (RedisError, OSError, TimeoutError):
+            await self.drop()
+            raise
+
+    async def drop(self) -> None:
+        """The next pipeline gets a new connection."""
+        broken, self._connection = self._connection, self._pool.make_connection()
+        try:
+            await broken.disconnect(nowait=True)
+        except (RedisError, OSError, TimeoutError) as error:
+            _log.debug("closing a broken connection", extra={"cause": type(error).__name__})
+
+    async def _reply(self) -> Any:
+        try:
+            return await self._connection.read_response()
+        except ResponseError as error:
+            return error
