@@ -23,6 +23,7 @@ from moot.core.errors import ModelRefused
 from moot.core.types import ROOT
 from moot.model.determinism import RowRules
 from moot.model.kv import SPAN_SLOTS, Pending, SequenceCache, round_up
+from moot.model.softcap import softcapped_attention
 
 ATTENTION_NAME = "moot_ragged"
 STEP_ARGUMENT = "moot_step"
@@ -76,10 +77,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class AttentionArguments:
-    """What a layer calls its attention with: the factor of its scores (None: 1 / sqrt(dim)) and its sliding window."""
+    """What a layer calls its attention with: the factor of its scores (None: 1 / sqrt(dim)), its sliding window, and
+    the cap of its scores (softcap.py)."""
 
     scaling: float | None
     window: int | None
+    softcap: float | None = None
 
 
 @dataclass(slots=True)
@@ -191,18 +194,18 @@ def ragged_attention(
     Returns [1, tokens, heads, dim]. Writes the tokens' keys and values into their caches' pending slots.
     """
     step: Step | None = kwargs.get(STEP_ARGUMENT)
-    for name in ("softcap", "s_aux", "position_bias"):
+    for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ModelRefused(f"attention with {name} is not supported")
     if step is None or attention_mask is not None:
         raise ModelRefused("the model does not pass the step's layout on to its attention function")
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # every module with an AttentionInterface has its index
-    step.layers_seen[layer] = AttentionArguments(scaling, sliding_window)
+    arguments = AttentionArguments(scaling, sliding_window, kwargs.get("softcap"))
+    step.layers_seen[layer] = arguments
     queries = query[0].transpose(0, 1)  # [tokens, heads, dim]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     # Rows that only pad belong to nobody and get zeros.
     output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
-    grouped = query.shape[1] != key.shape[1]
     for segment in step.segments:
         own = slice(segment.start, segment.start + segment.count)
         cache = segment.cache
@@ -214,17 +217,23 @@ def ragged_attention(
                 slots[:, cache.length : cache.length + len(tile.path)] = tree_kv.index_select(1, tile.path)
                 placed = tile.path
             attended = slots[:, : tile.kv_length].transpose(1, 2)  # [2, kv_heads, kv_length, dim]
-            result = scaled_dot_product_attention(
-                queries[tile.rows].transpose(0, 1)[None],
-                attended[:1],
-                attended[1:],
-                attn_mask=tile.mask(sliding_window, query.dtype),
-                scale=scaling,
-                enable_gqa=grouped,
-            )
-            output[tile.own_rows] = result[0, :, : tile.num_rows].transpose(0, 1)
+            mask = tile.mask(sliding_window, query.dtype)
+            result = attend(queries[tile.rows].transpose(0, 1), attended[0], attended[1], mask, arguments)
+            output[tile.own_rows] = result[:, : tile.num_rows].transpose(0, 1)
             step.progress()
     return output[None], None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, arguments: AttentionArguments) -> Tensor:
+    """query [heads, rows, dim], key and value [kv_heads, slots, dim], additive mask [rows, slots]. Returns what the
+    query's shape is. `arguments`: its window is in the mask already."""
+    if arguments.softcap is not None:
+        scaling = query.shape[-1] ** -0.5 if arguments.scaling is None else arguments.scaling
+        return softcapped_attention(query, key, value, mask, scaling, arguments.softcap)
+    grouped = query.shape[0] != key.shape[0]
+    return scaled_dot_product_attention(
+        query[None], key[None], value[None], attn_mask=mask, scale=arguments.scaling, enable_gqa=grouped
+    )[0]
 
 
 def _store(segment: Segment, slots: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor | None:

@@ -54,6 +54,12 @@ class LoadedModel:
     selects_rows: bool
     decoder: Decoder | None = None
 
+    @property
+    def softcap(self) -> float | None:
+        """Cap of the attention scores, of models that have one (softcap.py)."""
+        config: Any = self.model.config
+        return getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+
     def call(self, input_ids: Tensor, position_ids: Tensor, logit_rows: Tensor, extra: dict[str, Any]) -> Tensor:
         """Logits [len(logit_rows), num_logits] of one ragged pass; ids and positions are [1, tokens]."""
         if self.selects_rows:

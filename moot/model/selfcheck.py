@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from moot.core.errors import ConfigError
+from moot.model.attention import AttentionArguments, attend
 from moot.model.decoder.check import decoder_rules
 from moot.model.determinism import TILE_ROWS, RowRules, attention_candidates, linear_candidates
 from moot.model.kv import PAGE_SLOTS, SPAN_SLOTS, KvPool, SequenceCache
@@ -106,20 +106,13 @@ def _attention_case(loaded: LoadedModel, slots: int, cancel_scores: bool, genera
     query, key, value = query.to(like), key.to(like), value.to(like)
     mask = like.new_zeros(TILE_ROWS, slots)
     mask[:, slots - 12 :] = float("-inf")
+    arguments = AttentionArguments(scaling, None, loaded.softcap)
 
     @torch.inference_mode()
-    def attend(index: Tensor) -> Tensor:
-        result = scaled_dot_product_attention(
-            query[None, :, index],
-            key[None],
-            value[None],
-            attn_mask=mask[index],
-            scale=scaling,
-            enable_gqa=heads != kv_heads,
-        )
-        return result[0].transpose(0, 1)
+    def compute(index: Tensor) -> Tensor:
+        return attend(query[:, index], key, value, mask[index], arguments).transpose(0, 1)
 
-    return Case(attend)
+    return Case(compute)
 
 
 def _last_logits(runner: ModelRunner, token_ids: Sequence[int], chunks: Sequence[int]) -> Tensor:

@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "gemma", "gemma3_text", "opt", "phi3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "gemma", "gemma2", "gemma3_text", "opt", "phi3")
 
 
 def make_tiny_model(
@@ -64,7 +64,7 @@ def make_tiny_model(
         fields["sliding_window"] = None
     if family == "qwen3" or family.startswith("gemma"):
         fields["head_dim"] = hidden // 4
-    if family == "gemma3_text":
+    if family in ("gemma2", "gemma3_text"):
         fields |= {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
         fields["layer_types"] += ["full_attention"] * (layers % 2)
     if family == "opt":

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moot.model.kv import SequenceCache
 from moot.model.load import DTYPES
@@ -22,9 +22,11 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
 def plain_model(path: Path, dtype: str) -> Any:
     """transformers' own model with its own attention: nothing of ours in it.
 
-    Attention `sdpa`, because `eager` takes the softmax of a float64 model in float32.
+    Attention `sdpa`, because `eager` takes the softmax of a float64 model in float32; only that one caps scores.
     """
-    return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="sdpa").eval()
+    capped = getattr(AutoConfig.from_pretrained(path), "attn_logit_softcapping", None) is not None
+    attention = "eager" if capped else "sdpa"
+    return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=attention).eval()
 
 
 @torch.inference_mode()

@@ -39,9 +39,9 @@ def other_model(path: Path, kind: str, **config: Any) -> Path:
         ("mamba", {"state_size": 8}, "MambaForCausalLM has 2 layers, of which 0"),
         ("bloom", {"n_head": 4, "n_layer": 2}, "BloomForCausalLM has 2 layers, of which 0"),
         (
-            "gemma2",
-            {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16},
-            "Gemma2ForCausalLM .* softcap",
+            "gpt_oss",
+            {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4},
+            "GptOssForCausalLM .* s_aux",
         ),
         ("rwkv", {"attention_hidden_size": 64}, "RwkvForCausalLM"),
     ],

@@ -36,7 +36,9 @@ def test_logits_are_those_of_the_plain_forward(tmp_path: Path, family: str, dtyp
     token_ids = random_ids(530)
     runner = ModelRunner(load_model(path, dtype=dtype), 2048, deterministic)
     logits, _ = run_chunks(runner, token_ids, [1, 2, 40, 460, 5, 9])
-    assert distance(logits, plain_logits(plain_model(path, dtype), token_ids)) < BOUNDS[dtype]
+    # Where scores are capped, the plain forward takes its softmax in float32 in every dtype.
+    bound = BOUNDS["float32" if family == "gemma2" else dtype]
+    assert distance(logits, plain_logits(plain_model(path, dtype), token_ids)) < bound
 
 
 @pytest.mark.parametrize("family", FAMILIES)

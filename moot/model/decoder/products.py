@@ -6,13 +6,15 @@ with plain weights, from one row up. The packed copy replaces the original.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-_multiply = torch.ops.mkldnn._linear_pointwise.default
-_pack = torch.ops.mkldnn._reorder_linear_weight.default
+_OPERATORS = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
+"""torch's own, not public: with a build without them the model's modules compute."""
+
+_multiply: Any = getattr(getattr(torch.ops.mkldnn, _OPERATORS[0], None), "default", None)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -20,6 +22,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
         device.type == "cpu"
         and dtype is torch.bfloat16
         and torch.backends.mkldnn.is_available()
+        and all(hasattr(torch.ops.mkldnn, name) for name in _OPERATORS)
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
@@ -32,7 +35,7 @@ class Product:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.outputs, self.inputs = weight.shape
         self.has_bias = bias is not None
-        self._packed = _pack(weight.detach().contiguous(), None)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach().contiguous(), None)
         self._bias = None if bias is None else bias.detach().clone()
 
     def __call__(self, x: Tensor) -> Tensor:
