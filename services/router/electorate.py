@@ -14,6 +14,10 @@ from moot.metrics import Metrics
 from services.router.ports import BallotBox, Drafter, DrafterSource, Prefix, known_ids
 
 
+DRAFTING_ROUNDS = 50
+MIN_DRAFTING_SHARE = 0.1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BallotPolicy:
     """How long a round waits for proposals. Seconds, from the moment the drafters are asked."""
@@ -36,6 +40,8 @@ class Electorate:
         self.ballots = ballots
         self.metrics = metrics
         self.sources: dict[str, DrafterSource] = {}
+        self.drafting_share = 1.0
+        """Of late, the part of the rounds whose K is left to the policy that drafted; fading."""
 
     @property
     def drafter_ids(self) -> frozenset[str]:
@@ -55,7 +61,10 @@ class Electorate:
         if num_speculative_tokens == 0:
             chosen = []
         policy = self.policy.open([source.drafter_id for source in chosen], num_speculative_tokens)
-        return Voters(self, prefix, chosen, names, policy)
+        return Voters(self, prefix, chosen, names, policy, num_speculative_tokens is None)
+
+    def note_round(self, has_drafted: bool) -> None:
+        self.drafting_share += (has_drafted - self.drafting_share) / DRAFTING_ROUNDS
 
     def publish_weights(self) -> None:
         """The weights that the next request starts from."""
@@ -73,6 +82,7 @@ class Voters:
         sources: list[DrafterSource],
         names: tuple[str, ...] | None,
         policy: RequestPolicy,
+        is_adaptive: bool,
     ) -> None:
         self._electorate = electorate
         self._metrics = electorate.metrics
@@ -84,11 +94,16 @@ class Voters:
         self._loop = asyncio.get_running_loop()
         self._asked_at = 0.0
         self._last_length: int | None = None
+        self._is_adaptive = is_adaptive
         self.num_top_candidates = 0
         if any(source.wants_top_candidates for source in sources):
             self.num_top_candidates = self._ballots.num_top_candidates
 
     def prepare(self) -> None:
+        """Have the drafters read the prompt while the verifier does, unless hardly any round drafts: then a saturated
+        machine is spared their work. A drafter that is asked unprepared reads the prompt first."""
+        if self._is_adaptive and self._electorate.drafting_share < MIN_DRAFTING_SHARE:
+            return
         for drafter in self._drafters:
             drafter.prepare()
 
@@ -96,6 +111,8 @@ class Voters:
         """What the next round may spend; `max_draft_tokens`: what the verifier takes."""
         plan = self._policy.plan(generation, context_limit)
         length = plan.num_speculative_tokens
+        if self._is_adaptive:
+            self._electorate.note_round(length > 0)
         # What the end of the text cuts is no choice.
         if length < generation.num_remaining - 1 and self._last_length not in (None, length):
             self._metrics.speculation_length_changes.inc()

@@ -17,7 +17,8 @@ from moot.core.errors import (
 )
 from moot.core.types import FinishReason
 from services.router.store.config import StoreConfig
-from services.router.store.link import Argument, RedisLink
+from services.router.store.connection import Argument
+from services.router.store.link import RedisLink
 from services.router.store.records import Keys, decode_record, encode_fields, finish_text, pack_ids
 from services.router.types import RequestRecord
 
