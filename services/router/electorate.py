@@ -13,7 +13,6 @@ from moot.core.voting import VoteResult, validate_proposal
 from moot.metrics import Metrics
 from services.router.ports import BallotBox, Drafter, DrafterSource, Prefix, known_ids
 
-
 DRAFTING_ROUNDS = 50
 MIN_DRAFTING_SHARE = 0.1
 

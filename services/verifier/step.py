@@ -22,6 +22,7 @@ from moot.faults import act, fault
 from moot.model.batch_sampler import BatchSampler, Drawn, RowSpec
 from moot.model.runner import ModelRunner, SequenceInput
 from moot.model.sampler import Sampler
+from services.verifier.candidates import likeliest
 from services.verifier.commands import FailureCode
 from services.verifier.sessions import Session, Work
 
@@ -246,8 +247,7 @@ class StepRunner:
             return ()
         if drawn := self._drawn.get(session.arrival):
             return tuple(drawn[row].candidates for row in rows)
-        picked = logits[list(rows), : self._sampler.vocab_size]
-        return tuple(map(tuple, picked.topk(width, dim=1).indices.tolist()))
+        return tuple(likeliest(logits[list(rows), : self._sampler.vocab_size], width))
 
     def _broken(self, session: Session, error: Exception) -> Broken:
         if isinstance(error, RequestPoisoned):
