@@ -69,7 +69,7 @@ def publish(
     """
     RESULTS.mkdir(exist_ok=True)
     here = machine()
-    command = " ".join([Path(sys.executable).name, "-m", f"bench.{name}", *sys.argv[1:]])
+    command = " ".join([Path(sys.executable).name, "-m", f"bench.{name}", *map(_shown, sys.argv[1:])])
     (RESULTS / f"{name}.json").write_text(json.dumps({"command": command, "machine": here, **facts}, indent=1))
     described = ", ".join(f"{key} {value}" for key, value in here.items() if value != [])
     text = f"`{command}`\n\n{described}\n\n{table(header, rows)}\n"
@@ -82,3 +82,8 @@ def publish(
         draw(figure)
         figure.savefig(RESULTS / f"{name}.png", dpi=120)
         print(f"picture: {RESULTS / name}.png")
+
+
+def _shown(argument: str) -> str:
+    """An argument as a reader can use it: of a path only its last part, which says what was taken and not from where."""
+    return Path(argument).name if os.sep in argument and Path(argument).exists() else argument
