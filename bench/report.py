@@ -85,5 +85,5 @@ def publish(
 
 
 def _shown(argument: str) -> str:
-    """An argument as a reader can use it: of a path only its last part, which says what was taken and not from where."""
+    """An argument as a reader can use it: of a path only its last part, which says what was taken, not from where."""
     return Path(argument).name if os.sep in argument and Path(argument).exists() else argument
