@@ -99,7 +99,7 @@ class Generation:
             not 0 <= verification.num_accepted <= num_output <= verification.num_accepted + 1
             or num_output > self.num_remaining
             or (num_output == verification.num_accepted and not ended)
-            or not _is_path(draft or Draft(), verification.output_token_ids[: verification.num_accepted])
+            or not is_path(draft or Draft(), verification.output_token_ids[: verification.num_accepted])
         ):
             return "malformed"
         return None
@@ -170,14 +170,19 @@ class Generation:
     def _count(self, proposals: Sequence[Proposal], token_ids: tuple[int, ...]) -> None:
         best: dict[str, int] = {}
         for proposal in proposals:
-            matched = num_leading(proposal.token_ids, token_ids)
-            best[proposal.drafter_id] = max(matched, best.get(proposal.drafter_id, 0))
-            self._drafter(proposal.drafter_id).num_proposed_tokens += len(proposal.token_ids)
+            drafter_id, proposed = proposal.drafter_id, proposal.token_ids
+            matched = num_leading(proposed, token_ids)
+            if matched > best.get(drafter_id, -1):
+                best[drafter_id] = matched
+            self._drafter(drafter_id).num_proposed_tokens += len(proposed)
         for drafter_id, matched in best.items():
             self._drafter(drafter_id).num_accepted_tokens += matched
 
     def _drafter(self, drafter_id: str) -> DrafterCount:
-        return self.drafters.setdefault(drafter_id, DrafterCount())
+        count = self.drafters.get(drafter_id)
+        if count is None:
+            count = self.drafters[drafter_id] = DrafterCount()
+        return count
 
 
 def num_leading(proposed: Sequence[int], token_ids: Sequence[int]) -> int:
@@ -190,12 +195,16 @@ def num_leading(proposed: Sequence[int], token_ids: Sequence[int]) -> int:
     return count
 
 
-def _is_path(draft: Draft, token_ids: Sequence[int]) -> bool:
-    nodes = {edge: node for node, edge in enumerate(zip(draft.parents, draft.token_ids, strict=True))}
-    parent = ROOT
+def is_path(draft: Draft, token_ids: Sequence[int]) -> bool:
+    """Whether the ids lead from the prefix into the draft, node by node."""
+    parents, drafted = draft.parents, draft.token_ids
+    parent, node, end = ROOT, 0, len(drafted)
     for token in token_ids:
-        child = nodes.get((parent, token))
-        if child is None:
+        # A node comes after its parent.
+        while node < end and (parents[node] != parent or drafted[node] != token):
+            node += 1
+        if node == end:
             return False
-        parent = child
+        parent = node
+        node += 1
     return True

@@ -154,5 +154,7 @@ class DraftSession:
 
 def _top_candidates(rows: list[tuple[int, ...]]) -> token_pb2.TopCandidates | None:
     """Rows of one message have one width: the narrowest."""
-    width = min(map(len, rows), default=0)
+    if not rows:
+        return None
+    width = min(map(len, rows))
     return convert.top_candidates_to_pb([row[:width] for row in rows])

@@ -23,7 +23,8 @@ class IncrementalText:
     """The TextAssembler of the router.
 
     `ending_token_ids`: ids that end this request. `offsets[i]`: where in the text the i-th kept token begins, in
-    characters; a token that begins inside a character begins where that character does.
+    characters; a token that begins inside a character begins where that character does. Without `keep_offsets` they
+    may be missing.
     """
 
     def __init__(
@@ -35,12 +36,15 @@ class IncrementalText:
         ending_token_ids: frozenset[int] = frozenset(),
         skip_special_tokens: bool = True,
         include_stop_str_in_output: bool = False,
+        keep_offsets: bool = True,
     ) -> None:
         self._tokens = tokens
         self._stops = stops if stops is not None else StopStrings()
         self._min_tokens = min_tokens
         self._include_stop = include_stop_str_in_output
         hidden = tokens.special_token_ids if skip_special_tokens else frozenset()
+        # Without stop strings and offsets nobody asks which token a character came from.
+        self._whole = not self._stops and not keep_offsets
         self._silent = hidden if include_stop_str_in_output else hidden | ending_token_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._state = START
@@ -65,17 +69,19 @@ class IncrementalText:
             ending_token_ids=request.params.ending_token_ids(end_token_ids),
             skip_special_tokens=request.skip_special_tokens,
             include_stop_str_in_output=request.include_stop_str_in_output,
+            keep_offsets=request.params.logprobs is not None,
         )
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take the next ids. Raises ValueError after a stop string was completed."""
         if self._stopped:
             raise ValueError("the text has ended with a stop string")
+        if self._whole:
+            return TextDelta(self._decoder.decode(b"".join(map(self._piece, token_ids))), len(token_ids))
         released: list[str] = []
         for kept, token_id in enumerate(token_ids, start=1):
             self.offsets.append(self._num_chars)
-            piece = b"" if token_id in self._silent else self._tokens.of(token_id)
-            chars = self._decoder.decode(piece)
+            chars = self._decoder.decode(self._piece(token_id))
             self._num_chars += len(chars)
             if not self._stops:
                 released.append(chars)
@@ -92,6 +98,9 @@ class IncrementalText:
         tail, self._held = self._held, ""
         self._decoder.reset()
         return "" if self._stopped else tail
+
+    def _piece(self, token_id: int) -> bytes:
+        return b"" if token_id in self._silent else self._tokens.of(token_id)
 
     def _take(self, chars: str) -> tuple[str, str | None]:
         """Text to release after one token's `chars`, and the stop string they complete."""

@@ -21,6 +21,7 @@ from moot.core.errors import (
     RequestPoisoned,
     UnknownSession,
 )
+from moot.core.generation import is_path
 from moot.core.types import Draft, ModelInfo, Verification
 from moot.metrics import Metrics
 from moot.rpc import convert
@@ -29,7 +30,7 @@ from moot.v1 import verifier_service_pb2_grpc
 from services.router.links import LinkPolicy, PeerLink, PeerState, new_session_id
 from services.router.pool import DraftPool
 from services.router.ports import Prefix
-from services.router.verify_sessions import VerifySession, is_path
+from services.router.verify_sessions import VerifySession
 
 _log = logging.getLogger("moot.router.verifiers")
 

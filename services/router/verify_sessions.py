@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from moot.core.errors import UnknownSession
-from moot.core.types import ROOT, Draft, Verification
+from moot.core.types import Draft, Verification
 from moot.rpc import convert
 from moot.v1 import verifier_service_pb2 as pb
 
@@ -98,12 +98,3 @@ class VerifySession:
 
     def is_overdue(self, now: float) -> bool:
         return self.is_computing and now > self._deadline
-
-
-def is_path(draft: Draft, token_ids: tuple[int, ...]) -> bool:
-    """Whether the ids lead from the prefix into the draft, node by node."""
-    node_of = {edge: node for node, edge in enumerate(zip(draft.parents, draft.token_ids, strict=True))}
-    node: int | None = ROOT
-    for token in token_ids:
-        node = node_of.get((node, token)) if node is not None else None
-    return node is not None

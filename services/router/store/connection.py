@@ -24,7 +24,8 @@ Argument = str | int | bytes
 class RedisConnection:
     """Connects when something is to be sent. Raises ConfigError for an address that is none.
 
-    The library's client is left out of the token path: its pipelines bound each reply by a timer of its own.
+    The library's client is left out of the token path: its pipelines bound each reply by a timer of its own, and pack
+    arguments of every kind.
     """
 
     def __init__(self, config: StoreConfig) -> None:
@@ -56,7 +57,7 @@ class RedisConnection:
                 connection = self._connection
                 if not connection.is_connected:
                     await connection.connect()
-                await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+                await connection.send_packed_command(b"".join(map(pack, commands)), check_health=False)
                 return [await self._reply() for _ in commands]
         except (RedisError, OSError, TimeoutError):
             await self.drop()
@@ -75,3 +76,13 @@ class RedisConnection:
             return await self._connection.read_response()
         except ResponseError as error:
             return error
+
+
+def pack(command: Sequence[Argument]) -> bytes:
+    """A command as Redis reads it: an array of bulk strings."""
+    parts = [b"*%d\r\n" % len(command)]
+    for argument in command:
+        if not isinstance(argument, bytes):
+            argument = str(argument).encode()
+        parts.append(b"$%d\r\n%b\r\n" % (len(argument), argument))
+    return b"".join(parts)

@@ -66,12 +66,14 @@ cuts_of = st.lists(st.integers(0, 60), max_size=8)
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=150, deadline=None)
-@given(ids=ids_of, cuts=cuts_of)
-def test_any_split_gives_the_bytes_as_text(kind: str, ids: list[int], cuts: list[int]) -> None:
-    """The joined stream is the UTF-8 of the tokens' bytes for any ids and any split; an unfinished end is dropped."""
+@given(ids=ids_of, cuts=cuts_of, keep_offsets=st.booleans())
+def test_any_split_gives_the_bytes_as_text(kind: str, ids: list[int], cuts: list[int], keep_offsets: bool) -> None:
+    """The joined stream is the UTF-8 of the tokens' bytes for any ids and any split, whether offsets are kept or not;
+    an unfinished end is dropped."""
     _, tokens = load(kind)
     ids = [index % tokens.size for index in ids]
-    shown, kept, _ = run(IncrementalText(tokens, skip_special_tokens=False), split(ids, cuts))
+    assembler = IncrementalText(tokens, skip_special_tokens=False, keep_offsets=keep_offsets)
+    shown, kept, _ = run(assembler, split(ids, cuts))
     assert kept == len(ids)
     assert shown == without_incomplete_end(b"".join(tokens.of(index) for index in ids))
 
