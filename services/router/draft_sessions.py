@@ -93,7 +93,8 @@ class DraftSession:
                     top_candidates=_top_candidates(rows),
                     deadline_ms=deadline_ms,
                 ),
-            )
+            ),
+            prefix.heard_at,
         )
         self._known_length = self._base_length
 
@@ -115,12 +116,14 @@ class DraftSession:
         if box.closed:
             link.drop("late")
             return
+        self._prefix.heard_at = link.read_at
         name = link.drafter_id
         box.cast(self._drafter, tuple([convert.proposal_from_pb(proposal, name) for proposal in message.proposals]))
 
     def on_unknown(self) -> None:
         """The replica has forgotten the session: open it again, once for each question."""
         link, box = self.link, self._box
+        self._prefix.heard_at = link.read_at
         forgotten, self.session_id = self.session_id, link.attach(self)
         link.detach(forgotten)
         self._known_length = -1

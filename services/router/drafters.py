@@ -38,7 +38,7 @@ class DrafterLink(PeerLink[pb.DraftCommand]):
         on_described: Callable[[str, str], None],
     ) -> None:
         """`on_described` is told drafter id and family whenever the replica was asked what it is."""
-        super().__init__(address, policy, on_state)
+        super().__init__(address, policy, on_state, metrics.round_turn_seconds.labels("propose"))
         self._on_described = on_described
         self.drafter_id = drafter_id
         self.kind = ""

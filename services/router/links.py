@@ -28,6 +28,7 @@ from google.protobuf.message import Message
 from moot.core.errors import BodyTooLarge, PeerLost, PeerRefused
 from moot.rpc.frames import ITEM_OVERHEAD_BYTES, FrameQueue, FrameQueueFull
 from moot.rpc.link import STREAM_ERRORS, LinkConfig, open_channel
+from moot.tally import Tally
 
 _log = logging.getLogger("moot.router.links")
 
@@ -54,6 +55,14 @@ class LinkPolicy:
     max_queued_commands: int = 8192
 
 
+@dataclass(frozen=True, slots=True)
+class _Queued(Generic[CommandT]):
+    command: CommandT
+    num_bytes: int
+    since: float
+    """When the message was read that this command follows; 0: it follows none."""
+
+
 _session_ids = itertools.count(secrets.randbits(31) << 32 | 1)
 
 
@@ -67,14 +76,18 @@ class PeerLink(ABC, Generic[CommandT]):
 
     role: str
 
-    def __init__(self, address: str, policy: LinkPolicy, on_state: Callable[[], None]) -> None:
+    def __init__(self, address: str, policy: LinkPolicy, on_state: Callable[[], None], turn: Tally) -> None:
+        """`turn` is told how long each command took that followed a message, until it was written."""
+        self.read_at = 0.0
+        """When the frame was read whose answers are being handed out (the loop's time)."""
         self.address = address
         self.state = PeerState.CONNECTING
         self.refusal: str | None = None
         self._has_left = False
         self._policy = policy
         self._on_state = on_state
-        self._queue: FrameQueue[CommandT] | None = None
+        self._turn = turn
+        self._queue: FrameQueue[_Queued[CommandT]] | None = None
         self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
@@ -121,16 +134,18 @@ class PeerLink(ABC, Generic[CommandT]):
     def _lost(self, reason: str) -> None:
         """The stream is gone: tell every session, and forget them all."""
 
-    def send(self, command: CommandT) -> None:
-        """Queue a command. Raises PeerLost when there is no stream or the peer does not take what is queued, and
-        BodyTooLarge for a command that no message holds: sent, it would break the stream of all others."""
+    def send(self, command: CommandT, since: float = 0.0) -> None:
+        """Queue a command that follows a message read at `since`. Raises PeerLost when there is no stream or the peer
+        does not take what is queued, and BodyTooLarge for a command that no message holds: sent, it would break the
+        stream of all others."""
         if self._queue is None:
             raise PeerLost(f"{self.role} {self.address} is not connected")
         limit = self._policy.link.max_message_bytes
-        if command.ByteSize() + ITEM_OVERHEAD_BYTES > limit:
+        num_bytes = command.ByteSize()
+        if num_bytes + ITEM_OVERHEAD_BYTES > limit:
             raise BodyTooLarge(f"the request is too large for a message to a {self.role} (at most {limit} bytes)")
         try:
-            self._queue.put(command)
+            self._queue.put(_Queued(command, num_bytes, since))
         except FrameQueueFull as error:
             self._overflow("does not take what is queued")
             raise PeerLost(f"{self.role} {self.address} does not take what is queued") from error
@@ -190,17 +205,19 @@ class PeerLink(ABC, Generic[CommandT]):
             self._close_stream("the router stops")
 
     async def _run_stream(self, channel: grpc.aio.Channel) -> None:
-        queue: FrameQueue[CommandT] = FrameQueue(
+        queue: FrameQueue[_Queued[CommandT]] = FrameQueue(
             self._policy.max_queued_commands,
             max_frame_bytes=self._policy.link.max_message_bytes,
-            size_of=lambda command: command.ByteSize(),
+            size_of=lambda queued: queued.num_bytes,
         )
         call = self._open_stream(channel, self._write(queue))
         self._queue, self._call = queue, call
         self._set_state(PeerState.READY)
         reason = "the peer ended the stream"
+        loop = asyncio.get_running_loop()
         try:
             async for response in call:
+                self.read_at = loop.time()
                 self._dispatch(response)
         except (*STREAM_ERRORS, PeerLost) as error:
             reason = str(error) if isinstance(error, PeerLost) else f"the stream broke ({type(error).__name__})"
@@ -212,9 +229,15 @@ class PeerLink(ABC, Generic[CommandT]):
             if self._call is call:
                 self._close_stream(reason)
 
-    async def _write(self, queue: FrameQueue[CommandT]) -> AsyncIterator[Any]:
-        while commands := await queue.next_frame():
-            yield self._frame(commands)
+    async def _write(self, queue: FrameQueue[_Queued[CommandT]]) -> AsyncIterator[Any]:
+        loop = asyncio.get_running_loop()
+        while frame := await queue.next_frame():
+            yield self._frame([queued.command for queued in frame])
+            # Asked for the next one, gRPC has written the last.
+            written_at = loop.time()
+            for queued in frame:
+                if queued.since:
+                    self._turn.observe(written_at - queued.since)
 
     def _close_stream(self, reason: str) -> None:
         call, queue, self._call, self._queue = self._call, self._queue, None, None

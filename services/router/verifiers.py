@@ -85,7 +85,7 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         metrics: Metrics,
         on_state: Callable[[], None],
     ) -> None:
-        super().__init__(address, policy, on_state)
+        super().__init__(address, policy, on_state, metrics.round_turn_seconds.labels("verify"))
         self.facts: VerifierFacts | None = None
         self.pool = DraftPool(1)
         self.probation = asyncio.Lock()
@@ -115,7 +115,7 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
 
     def open(self, prefix: Prefix, num_top_candidates: int) -> VerifySession:
         """Send an opening; `VerifySession.answer` waits for it. Raises PeerLost."""
-        session = VerifySession(self, new_session_id())
+        session = VerifySession(self, new_session_id(), prefix)
         command = pb.VerifyCommand(session_id=session.session_id)
         opening = command.open
         opening.request_id = prefix.request_id

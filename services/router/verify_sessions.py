@@ -9,6 +9,7 @@ from moot.core.errors import UnknownSession
 from moot.core.types import Draft, Verification
 from moot.rpc import convert
 from moot.v1 import verifier_service_pb2 as pb
+from services.router.ports import Prefix
 
 if TYPE_CHECKING:
     from services.router.verifiers import VerifierLink
@@ -18,12 +19,13 @@ class VerifySession:
     """One request on one verifier; at most one command of it is unanswered at a time."""
 
     __slots__ = (
-        *("_answered", "_base_length", "_deadline", "_future", "_round_index"),
+        *("_answered", "_base_length", "_deadline", "_future", "_prefix", "_round_index"),
         *("draft", "link", "is_blameless", "session_id"),
     )
 
-    def __init__(self, link: VerifierLink, session_id: int) -> None:
+    def __init__(self, link: VerifierLink, session_id: int, prefix: Prefix) -> None:
         self.link = link
+        self._prefix = prefix
         self.session_id = session_id
         self.draft = Draft()
         self.is_blameless = False
@@ -61,7 +63,8 @@ class VerifySession:
         round_index = self._round_index + 1
         self.link.pool.enter(self.session_id)
         self.link.send(
-            pb.VerifyCommand(session_id=self.session_id, verify=convert.draft_to_pb(draft, round_index, base_length))
+            pb.VerifyCommand(session_id=self.session_id, verify=convert.draft_to_pb(draft, round_index, base_length)),
+            self._prefix.heard_at,
         )
         self.expect(round_index, base_length, draft, timeout_s)
 
@@ -89,6 +92,7 @@ class VerifySession:
 
     def resolve(self, verification: Verification) -> None:
         self.link.pool.leave(self.session_id)
+        self._prefix.heard_at = self.link.read_at
         if self._future is not None and not self._future.done():
             self._future.set_result(verification)
 

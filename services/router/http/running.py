@@ -66,8 +66,7 @@ class ChoiceTimer:
         if self._last is None:
             self._metrics.time_to_first_token_seconds.observe(now - self._started)
         else:
-            for _ in range(count):
-                self._metrics.inter_token_latency_seconds.observe((now - self._last) / count)
+            self._metrics.inter_token_latency_seconds.observe((now - self._last) / count, count)
         self._last = now
 
     def end(self, finish_reason: FinishReason) -> None:
