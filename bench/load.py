@@ -151,7 +151,7 @@ def _texts(replies: Sequence[Reply]) -> dict[str, tuple[int, ...]]:
 
 
 def measure(loads: Loads, config: LoadConfig, concurrency: int) -> dict[str, Any]:
-    modes: dict[str, int | None] = {POLICY: None, OFF: 0} | {f"K = {text}": int(text) for text in config.fixed}
+    modes: dict[str, int | None] = {POLICY: None, OFF: 0} | {f"K = {text}": int(text) for text in config.fixed if text}
     runs: dict[str, list[Run]] = {name: [] for name in modes}
     for asked in (None, *modes.values(), None):
         loads.run(concurrency, asked)

@@ -54,13 +54,22 @@ class RequestBroken(RuntimeError):
     """A measured request was refused or broke off."""
 
 
-async def ask(url: str, body: Mapping[str, Any], *, name: str = "", leave_after: int = 0, chat: bool = True) -> Reply:
-    """One streamed request. With `leave_after` the connection is closed once so many tokens are here.
+async def ask(
+    url: str,
+    body: Mapping[str, Any],
+    *,
+    name: str = "",
+    leave_after: int = 0,
+    chat: bool = True,
+    into: Reply | None = None,
+) -> Reply:
+    """One streamed request. With `leave_after` the connection is closed once so many tokens are here. `into`: filled
+    while the answer arrives.
 
     Whatever the server answers is in the reply; raises OSError and TimeoutError for the connection.
     """
     parts = urllib.parse.urlsplit(url)
-    reply = Reply(name)
+    reply = into or Reply(name)
     async with asyncio.timeout(TIMEOUT_S):
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**22)
         try:

@@ -25,7 +25,10 @@ class PrefixSharing:
             prompt = session.token_ids[: session.num_prompt_tokens]
             session.block_hashes = block_hashes(prompt, self.cache.block_tokens, session.cache_salt)
         usable = (session.length - 1) // self.cache.block_tokens
-        for block in self.cache.find(session.block_hashes[:usable]):
+        if found := self.cache.find(session.block_hashes[:usable]):
+            # Once for the whole prefix: growing block by block copies what is there each time.
+            session.cache.reserve(session.length)
+        for block in found:
             session.cache.append_block(block)
         session.cached_length = session.cache.length
         return session.cached_length
