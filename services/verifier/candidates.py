@@ -21,7 +21,7 @@ def likeliest(logits: Tensor, width: int) -> list[tuple[int, ...]]:
         return list(map(tuple, logits.topk(width, dim=1).indices.tolist()))
     if size % _BLOCK:
         logits = functional.pad(logits, (0, -size % _BLOCK), value=-torch.inf)
-    blocks = logits.unflatten(1, (-1, _BLOCK))
+    blocks = logits.reshape(rows, -1, _BLOCK)
     best = blocks.amax(2).topk(width, dim=1).indices
     values = blocks.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).view(rows, -1)
     places = values.topk(width, dim=1).indices
