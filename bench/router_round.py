@@ -1,29 +1,34 @@
 """What a round costs the router: CPU per round, and the time a round takes when its peers cost almost nothing.
 
-    python -m bench.router_round [--concurrency 1 64] [--tokens 256] [--repetitions 5] [--drafters 3]
+    python -m bench.router_round [--concurrency 1 16 64] [--tokens 256] [--repetitions 7] [--drafters 3] [--step-ms 0]
 
 The router is the real process with everything on: HTTP with SSE, a record of every request on a Redis-like server, one
 remote verifier and three remote drafters, scripted, in a process of their own. CPU is the router's user and system
-time over the rounds that its metrics count; the time of a round is what one request alone takes per round, the
-scripted peers' own work (plain Python, a few tenths of a millisecond) included.
+time over the rounds that its metrics count. Draft and verify stage are what a round waits for, the scripted peers' own
+work (plain Python) included. A turn is the router's own part of that: from the last proposal read until the draft is
+written, and from the answer read until the next questions are written, as its metric moot_round_turn_seconds has it;
+medians are taken inside its buckets, which are a fifth apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.report import publish, spread
+from bench.intervals import Interval
+from bench.report import publish
 from moot import embedded_store
 from moot.supervisor import Child, Supervisor
 from moot.testing.tokenizer import byte_tokenizer
@@ -31,6 +36,7 @@ from moot.tokenizer import tokenizer_fingerprint
 
 START_TIMEOUT_S = 60.0
 STAGES = ("draft", "verify")
+TURNS = ("verify", "propose")
 
 
 def cpu_seconds(pid: int) -> float:
@@ -39,16 +45,44 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def samples(port: int) -> dict[str, float]:
-    """Every sample of the router's metrics by its name, labels of `stage` appended."""
+Samples = dict[tuple[str, str, str], float]
+"""By name, label `stage` and label `le`; the labels are empty where a sample has none."""
+
+
+def scrape(port: int) -> Samples:
+    """Every sample of the router's metrics without other labels than these."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     return {
-        sample.name + sample.labels.get("stage", ""): sample.value
+        (sample.name, sample.labels.get("stage", ""), sample.labels.get("le", "")): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if "le" not in sample.labels and set(sample.labels) <= {"stage"}
+        if set(sample.labels) <= {"stage", "le"}
     }
+
+
+def samples(port: int) -> dict[str, float]:
+    """Every sample that is no bucket by its name, the label `stage` appended."""
+    return {name + stage: value for (name, stage, le), value in scrape(port).items() if not le}
+
+
+def gained(before: Samples, after: Samples, name: str, stage: str = "") -> float:
+    return after[name, stage, ""] - before.get((name, stage, ""), 0.0)
+
+
+def median_of(before: Samples, after: Samples, name: str, stage: str) -> float:
+    """The median of what a histogram gained, as if values lay evenly inside a bucket. NaN where it gained nothing."""
+    rows = [
+        (float(le), value - before.get(key, 0.0))
+        for key, value in after.items()
+        if (le := key[2]) and key[:2] == (name + "_bucket", stage)
+    ]
+    low, below, half = 0.0, 0.0, max((reached for _, reached in rows), default=0.0) / 2
+    for bound, reached in sorted(rows):
+        if reached >= half > 0:
+            return bound if math.isinf(bound) else low + (bound - low) * (half - below) / (reached - below)
+        low, below = bound, reached
+    return math.nan
 
 
 async def load(url: str, concurrency: int, tokens: int) -> None:
@@ -78,24 +112,29 @@ async def load(url: str, concurrency: int, tokens: int) -> None:
 
 
 def measure(router: Child, concurrency: int, tokens: int) -> dict[str, float]:
-    before, cpu_before = samples(router.facts["metrics_port"]), cpu_seconds(router.process.pid)
+    before, cpu_before = scrape(router.facts["metrics_port"]), cpu_seconds(router.process.pid)
     begin = time.perf_counter()
     asyncio.run(load(f"http://127.0.0.1:{router.port}", concurrency, tokens))
     wall = time.perf_counter() - begin
-    after, cpu_after = samples(router.facts["metrics_port"]), cpu_seconds(router.process.pid)
-    rounds = after["moot_rounds_total"] - before["moot_rounds_total"]
+    after, cpu_after = scrape(router.facts["metrics_port"]), cpu_seconds(router.process.pid)
+    rounds = gained(before, after, "moot_rounds_total")
     found = {"cpu_us_per_round": 1e6 * (cpu_after - cpu_before) / rounds, "rounds": rounds, "wall_s": wall}
     for stage in STAGES:
-        name = f"moot_round_duration_seconds_sum{stage}"
-        found[f"{stage}_ms"] = 1e3 * (after[name] - before.get(name, 0.0)) / rounds
+        found[f"{stage}_ms"] = 1e3 * gained(before, after, "moot_round_duration_seconds_sum", stage) / rounds
+    for stage in TURNS:
+        found[f"turn_{stage}_ms"] = 1e3 * median_of(before, after, "moot_round_turn_seconds", stage)
+    found["turns_ms"] = sum(found[f"turn_{stage}_ms"] for stage in TURNS)
     return found
 
 
-def scripted_system(supervisor: Supervisor, folder: Path, num_drafters: int) -> Child:
-    """A real router, ready, before scripted peers and a store."""
+def scripted_system(
+    supervisor: Supervisor, folder: Path, num_drafters: int, step_ms: float = 0.0, more_flags: Sequence[str] = ()
+) -> Child:
+    """A real router, ready, before scripted peers and a store. `more_flags`: of the router."""
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     flags = ["--fingerprint", tokenizer_fingerprint(tokenizer), "--drafters", str(num_drafters)]
+    flags += ["--step-ms", str(step_ms)]
     peers = supervisor.spawn(
         "peers", [sys.executable, "-m", "bench.scripted_peers", *flags, "--ready-file", "{ready_file}"]
     )
@@ -109,6 +148,7 @@ def scripted_system(supervisor: Supervisor, folder: Path, num_drafters: int) -> 
             *("--model", str(folder / "tokenizer"), "--served-model-name", "scripted", "--port", "0"),
             *("--grpc-port", "0", "--metrics-port", "0", "--verifiers", peers.facts["verifier"]),
             *("--drafters", drafters, "--redis-url", embedded_store.store_url(folder), "--log-level", "warning"),
+            *more_flags,
         ],
     )
     supervisor.wait_ready([router], START_TIMEOUT_S)
@@ -116,39 +156,56 @@ def scripted_system(supervisor: Supervisor, folder: Path, num_drafters: int) -> 
     return router
 
 
+COLUMNS = {
+    "router CPU us per round": ("cpu_us_per_round", 0),
+    "last proposal read to draft written, ms": ("turn_verify_ms", 2),
+    "answer read to questions written, ms": ("turn_propose_ms", 2),
+    "both turns, ms": ("turns_ms", 2),
+    "draft stage, ms": ("draft_ms", 2),
+    "verify stage, ms": ("verify_ms", 2),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--drafters", type=int, default=3)
+    parser.add_argument("--step-ms", type=float, default=0.0, help="milliseconds of a verify step; 0: next to none")
     arguments = parser.parse_args()
     found: dict[int, list[dict[str, float]]] = {concurrency: [] for concurrency in arguments.concurrency}
     with tempfile.TemporaryDirectory(prefix="moot-") as name, Supervisor(Path(name)) as supervisor:
-        router = scripted_system(supervisor, Path(name), arguments.drafters)
+        router = scripted_system(supervisor, Path(name), arguments.drafters, arguments.step_ms)
         asyncio.run(load(f"http://127.0.0.1:{router.port}", 8, arguments.tokens))
-        for _ in range(arguments.repetitions):
+        for index in range(arguments.repetitions):
             for concurrency in arguments.concurrency:
                 found[concurrency].append(measure(router, concurrency, arguments.tokens))
-    rows = []
-    for concurrency, runs in found.items():
-        cell: dict[str, Any] = {key: spread([run[key] for run in runs]) for key in runs[0]}
-        text = {key: f"{middle:.2f} ({low:.2f} to {high:.2f})" for key, (middle, low, high) in cell.items()}
-        middle, low, high = cell["cpu_us_per_round"]
-        rows.append(
-            (
-                concurrency,
-                f"{middle:.0f} ({low:.0f} to {high:.0f})",
-                text["draft_ms"],
-                text["verify_ms"],
-            )
-        )
+            print(f"repetition {index + 1} of {arguments.repetitions}", flush=True)
+    rows = [
+        [concurrency, *(Interval.of([run[key] for run in runs]).text(digits) for key, digits in COLUMNS.values())]
+        for concurrency, runs in found.items()
+    ]
     publish(
         "router_round",
-        ("concurrency", "router CPU us per round", "draft ms", "verify ms"),
+        ("concurrency", *COLUMNS),
         rows,
-        {"runs": found, "tokens": arguments.tokens, "drafters": arguments.drafters},
+        {"runs": found, "tokens": arguments.tokens, "drafters": arguments.drafters, "step_ms": arguments.step_ms},
+        lambda figure: draw(figure, found),
     )
+
+
+def draw(figure: Any, found: dict[int, list[dict[str, float]]]) -> None:
+    labels = [str(concurrency) for concurrency in found]
+    for place, key, title, bound in (
+        (121, "cpu_us_per_round", "router CPU per round, us", 250.0),
+        (122, "turns_ms", "both turns, ms (medians)", 0.8),
+    ):
+        axes = figure.add_subplot(place)
+        axes.boxplot([[run[key] for run in runs] for runs in found.values()], tick_labels=labels)
+        axes.axhline(bound, linestyle=":", color="grey")
+        axes.set(title=title, xlabel="requests at once")
+        axes.set_ylim(bottom=0)
 
 
 def wait_serving(router: Child) -> None:
