@@ -11,7 +11,9 @@ from __future__ import annotations
 
 _RATE = 0.2
 _PATIENCE = 2
-"""Times its usual turnaround that a session is waited for."""
+"""Times its usual turnaround that a session is waited for, but at least `_LEAST` of the longest wait: who is left out
+for a hair waits for a whole step."""
+_LEAST = 0.25
 
 
 class Gathering:
@@ -43,7 +45,7 @@ class Gathering:
         if usual is None:
             self._awaited[session] = now_ns + int(limit)
         elif usual <= limit:
-            self._awaited[session] = now_ns + int(min(limit, _PATIENCE * usual))
+            self._awaited[session] = now_ns + int(min(limit, max(_PATIENCE * usual, _LEAST * limit)))
 
     def came(self, session: int, now_ns: int) -> None:
         """It has sent its next command."""
