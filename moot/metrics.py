@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
+from typing import Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -192,6 +193,12 @@ def _server_class(host: str) -> type[WSGIServer]:
     return Server
 
 
+class Exposition(Protocol):
+    def exposition(self) -> bytes:
+        """Metrics in Prometheus's text format."""
+        ...
+
+
 class AdminServer:
     """GET /metrics, /livez, /readyz on a port of its own, in a thread of its own: it answers when the loop is stuck.
 
@@ -201,7 +208,7 @@ class AdminServer:
 
     def __init__(
         self,
-        metrics: Metrics,
+        metrics: Exposition,
         *,
         host: str,
         port: int,

@@ -42,6 +42,11 @@ _OWN_VARIABLES = frozenset({"MOOT_CONFIG", "MOOT_READY_FILE"})
 Say = Callable[[str], None]
 
 
+def tied_to_this_process(argv: Sequence[str], niceness: int = 0) -> list[str]:
+    """`argv` such that the process it starts gets SIGTERM when this one dies (on Linux)."""
+    return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(niceness), str(os.getpid()), *argv]
+
+
 class ChildFailed(MootError):
     """A service ended before it was ready, or while it was needed. The message ends with its last log lines."""
 
@@ -116,11 +121,10 @@ class Supervisor:
         ready_file.unlink(missing_ok=True)
         log = self._folder / f"{name}.log"
         command = [part.replace("{ready_file}", str(ready_file)) for part in argv]
-        launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(niceness), str(os.getpid())]
         inherited = {name: value for name, value in os.environ.items() if name not in self._own_variables}
         with log.open("ab") as output:
             process = subprocess.Popen(
-                launcher + command,
+                tied_to_this_process(command, niceness),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

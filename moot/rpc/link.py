@@ -43,14 +43,15 @@ class LinkConfig:
             ("grpc.use_local_subchannel_pool", 1),
         ]
 
-    def server_options(self) -> list[tuple[str, int]]:
+    def server_options(self, reuse_port: bool = False) -> list[tuple[str, int]]:
+        """`reuse_port`: whether other processes may listen on the same port."""
         return [
             *self._common(),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", self.keepalive_time_ms // 2),
             # A process that was held up receives its pings in a burst: three bursts in the life of an idle connection
             # must not end it. Both ends are ours, so nobody pings to do harm.
             ("grpc.http2.max_ping_strikes", 0),
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(reuse_port)),
         ]
 
 

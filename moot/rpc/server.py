@@ -45,10 +45,10 @@ def termination_event() -> asyncio.Event:
 class GrpcServer:
     """One server with the health service beside its own; `port` is the bound one."""
 
-    def __init__(self, link: LinkConfig, services: Sequence[str]) -> None:
+    def __init__(self, link: LinkConfig, services: Sequence[str], reuse_port: bool = False) -> None:
         self._services = ("", *services)
         self._health = health.aio.HealthServicer()
-        self.server = grpc.aio.server(options=link.server_options(), interceptors=(ErrorInterceptor(),))
+        self.server = grpc.aio.server(options=link.server_options(reuse_port), interceptors=(ErrorInterceptor(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self.port = 0
 

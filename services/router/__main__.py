@@ -11,6 +11,7 @@ from moot.logs import setup_logging
 from moot.tokenizer import keep_torch_out
 from services.router.config import RouterConfig
 from services.router.lifecycle import serve
+from services.router.workers import serve_workers
 
 
 def main() -> int:
@@ -24,6 +25,9 @@ def main() -> int:
             "--drafters neural=127.0.0.1:7200 --in-process-drafters suffix,prompt_lookup",
         )
         setup_logging("router", config.log_level)
+        if config.workers > 1:
+            serve_workers(config, sys.argv[1:])
+            return 0
         keep_torch_out()
         asyncio.run(serve(config))
     except MootError as error:

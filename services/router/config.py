@@ -43,6 +43,10 @@ class RouterConfig:
     port: int = option(8000, help="HTTP port; 0 chooses a free one")
     grpc_port: int = option(8001, help="port of RouterService; 0 chooses a free one")
     metrics_port: int = option(8002, help="port of /metrics, /livez and /readyz; 0 chooses a free one")
+    workers: int = option(
+        1, help="processes that share the ports, one core's worth each; limits below are of one of them"
+    )
+    reuse_port: bool = option(False, help="let other processes listen on the same HTTP and gRPC port")
     ready_file: Path | None = option(None, help="written as JSON with the bound ports once requests are served")
     log_level: str = option("info", help="least level logged", choices=("debug", "info", "warning", "error"))
 

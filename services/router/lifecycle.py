@@ -180,7 +180,7 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
     rounds = Rounds(peers.targets, peers.electorate, store, model, metrics, config.max_buffered_spans)
     watch = LoopWatch(config.stall_limit_s)
     app = create_app(rounds, tokenizer, config.http, state=peers, metrics=metrics, api_keys=keys, alive=watch.alive)
-    server = GrpcServer(config.link, (SERVICE,))
+    server = GrpcServer(config.link, (SERVICE,), config.reuse_port)
     router_service_pb2_grpc.add_RouterServiceServicer_to_server(RouterServicer(app.state.front, keys), server.server)
     admin = AdminServer(
         metrics,
@@ -201,6 +201,7 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
             config.port,
             stop=terminated,
             drain_timeout_s=config.drain_grace_s,
+            reuse_port=config.reuse_port,
             on_ready=lambda port: write_ready_file(
                 config.ready_file, port=port, grpc_port=server.port, metrics_port=admin.port
             ),

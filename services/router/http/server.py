@@ -41,6 +41,7 @@ async def serve_http(
     *,
     stop: asyncio.Event,
     drain_timeout_s: float,
+    reuse_port: bool = False,
     on_ready: Callable[[int], None] = lambda port: None,
 ) -> None:
     """Serve until `stop` is set, then drain: readiness off and new requests 503 while those inside finish.
@@ -48,7 +49,7 @@ async def serve_http(
     `on_ready` gets the bound port (port 0: a free one) once connections are accepted. Requests that have not finished
     after `drain_timeout_s` are ended with Draining. Raises ConfigError when the address cannot be bound.
     """
-    listener = _bind(host, port)
+    listener = bind(host, port, reuse_port=reuse_port)
     bound_port = int(listener.getsockname()[1])
     config = uvicorn.Config(
         app,
@@ -83,7 +84,11 @@ async def serve_http(
         listener.close()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
+    """A socket bound there, which does not listen yet. Raises ConfigError.
+
+    `reuse_port`: other sockets that say so too may be bound to the same address; those that listen share what comes.
+    """
     # The system would take a port modulo 65536.
     if not 0 <= port < 65536:
         raise ConfigError(f"cannot listen on {host}:{port}: a port is 0 to 65535")
@@ -93,6 +98,8 @@ def _bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
