@@ -134,5 +134,5 @@ def test_a_long_prompt_leaves_no_running_request_out_of_a_step(make_engine: Make
             session.close()
     chunks = [count for has_chunk, count in batches if has_chunk]
     assert len(chunks) >= 30
-    lonely = sum(count == 0 for count in chunks)
-    assert 4 * lonely <= len(chunks), f"{lonely} of {len(chunks)} chunks were computed without the running requests"
+    served, due = sum(chunks), len(sessions) * len(chunks)
+    assert 4 * served >= 3 * due, f"{served} of {due} rounds that could have been in a step with a chunk were"
