@@ -1,20 +1,26 @@
 """Whether the goodput policy finds K by itself: against every fixed K, in virtual time with scripted costs.
 
-    python -m bench.length_sweep [--noise 0.3] [--rounds 3000]
+    python -m bench.length_sweep [--noise 0.3] [--rounds 300] [--seeds 7]
 
 One verifier, and drafters enough for all, each with exact costs: a step takes 37 ms up to 16 rows and 2.5 ms for each
 further row (two cores of a CPU, which 64 requests saturate), or 30 ms up to 64 rows and 0.2 ms for each further one
 (like a GPU). For each concurrency a simulation per fixed K and one of the policy, on the same requests. `--noise 0.3`:
-every duration is up to 30 % more or less than its cost, so that the policy learns from noisy ones.
+every duration is up to 30 % more or less than its cost, so that the policy learns from noisy ones. Ratios are of runs
+on the same requests, one per seed; the best fixed K is that of the most tokens over all seeds.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
+from bench.intervals import Interval, ratios
 from bench.report import publish
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
@@ -25,6 +31,8 @@ from moot.simulation.world import Outcome, Scenario, World
 
 CONCURRENCIES = (1, 4, 16, 64)
 BOUND = 0.95
+FIRST_SEED = 11
+"""Not those on which the policy's constants were chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,73 +77,114 @@ def simulate(costs: Costs, concurrency: int, length: int | None, noise: float, r
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Tokens per second of every fixed K, and what the policy did."""
+    """Per seed: tokens per second of every fixed K, and what the policy did."""
 
-    fixed: dict[int, float]
-    policy: Outcome
+    fixed: dict[int, list[float]]
+    policy: list[Outcome]
 
     @property
     def best(self) -> int:
-        return max(self.fixed, key=self.fixed.__getitem__)
+        return max(self.fixed, key=lambda length: sum(self.fixed[length]))
+
+    def of(self, length: int) -> Interval:
+        return ratios([one.tokens_per_s for one in self.policy], self.fixed[length])
 
     @property
-    def of_best(self) -> float:
-        return self.policy.tokens_per_s / self.fixed[self.best]
+    def mean_length(self) -> float:
+        return statistics.median(one.mean_length for one in self.policy)
 
     @property
-    def of_off(self) -> float:
-        return self.policy.tokens_per_s / self.fixed[0]
+    def switches(self) -> float:
+        """Per 1,000 rounds."""
+        return statistics.median(one.switches_per_1000_rounds for one in self.policy)
 
 
-def sweep(costs: Costs, concurrency: int, noise: float, rounds: int, lengths: Sequence[int] = range(9)) -> Sweep:
-    fixed = {k: simulate(costs, concurrency, k, noise, rounds).tokens_per_s for k in lengths}
-    return Sweep(fixed, simulate(costs, concurrency, None, noise, rounds))
+Job = tuple[str, int, int | None, float, int, int]
+
+
+def outcome(job: Job) -> Outcome:
+    """Of (machine, concurrency, fixed K or None, noise, rounds, seed)."""
+    name, *rest = job
+    return simulate(MACHINES[name], *rest)
+
+
+def sweep(
+    machine: str,
+    concurrency: int,
+    noise: float,
+    rounds: int,
+    lengths: Sequence[int] = range(9),
+    seeds: Sequence[int] = (1,),
+    run: Callable[[Callable[[Job], Outcome], Iterable[Job]], Iterable[Outcome]] = map,
+) -> Sweep:
+    """`run`: a map, of one process or of several."""
+    plans = [(length, seed) for length in (*lengths, None) for seed in seeds]
+    found = dict(
+        zip(
+            plans,
+            run(outcome, [(machine, concurrency, length, noise, rounds, seed) for length, seed in plans]),
+            strict=True,
+        )
+    )
+    fixed = {length: [found[length, seed].tokens_per_s for seed in seeds] for length in lengths}
+    return Sweep(fixed, [found[None, seed] for seed in seeds])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--noise", type=float, default=0.3)
-    parser.add_argument("--rounds", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=7)
     arguments = parser.parse_args()
+    seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
     rows, found = [], {}
-    for name, costs in MACHINES.items():
-        for concurrency in CONCURRENCIES:
-            one = found[name, concurrency] = sweep(costs, concurrency, arguments.noise, arguments.rounds)
-            rows.append(
-                (
-                    name,
-                    concurrency,
-                    one.best,
-                    f"{one.fixed[one.best]:,.1f}",
-                    f"{one.policy.tokens_per_s:,.1f}",
-                    f"{one.of_best:.3f}",
-                    f"{one.of_off:.2f}",
-                    f"{one.policy.mean_length:.2f}",
-                    f"{one.policy.switches_per_1000_rounds:.0f}",
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as processes:
+        for name in MACHINES:
+            for concurrency in CONCURRENCIES:
+                one = found[name, concurrency] = sweep(
+                    name, concurrency, arguments.noise, arguments.rounds, seeds=seeds, run=processes.map
                 )
-            )
-            print(*rows[-1], sep="  ", flush=True)
+                rows.append(
+                    (
+                        name,
+                        concurrency,
+                        one.best,
+                        f"{statistics.median(one.fixed[one.best]):,.1f}",
+                        f"{statistics.median(run.tokens_per_s for run in one.policy):,.1f}",
+                        one.of(one.best).text(3),
+                        one.of(one.best).verdict(at_least=BOUND),
+                        one.of(0).text(),
+                        f"{one.mean_length:.2f}",
+                        f"{one.switches:.0f}",
+                    )
+                )
+                print(*rows[-1], sep="  ", flush=True)
 
     def draw(figure: Any) -> None:
         places = figure.subplots(1, len(MACHINES))
         for axes, name in zip(places, MACHINES, strict=True):
             for concurrency in CONCURRENCIES:
                 one = found[name, concurrency]
-                top = one.fixed[one.best]
-                (line,) = axes.plot(list(one.fixed), [speed / top for speed in one.fixed.values()], label=concurrency)
-                at = one.policy.mean_length
-                axes.plot([at], [one.of_best], "o", color=line.get_color())
+                top = sum(one.fixed[one.best])
+                (line,) = axes.plot(
+                    list(one.fixed), [sum(speeds) / top for speeds in one.fixed.values()], label=concurrency
+                )
+                axes.plot([one.mean_length], [one.of(one.best).median], "o", color=line.get_color())
             axes.set(title=name, xlabel="fixed K; o: the policy", ylim=(0, 1.1))
         places[0].set(ylabel="tokens/s, of the best fixed K")
         places[0].legend(title="concurrency")
 
     header = (
-        *("costs", "concurrency", "best K", "its tokens/s", "policy", "of best", "of K = 0", "mean K"),
+        *("costs", "concurrency", "best K", "its tokens/s", "policy", "of best", "within 5 %", "of K = 0", "mean K"),
         "switches per 1,000 rounds",
     )
-    facts = {"noise": arguments.noise, "fixed": {f"{name}, {c}": one.fixed for (name, c), one in found.items()}}
+    facts = {
+        "noise": arguments.noise,
+        "seeds": list(seeds),
+        "fixed": {f"{name}, {c}": one.fixed for (name, c), one in found.items()},
+    }
     publish("length_sweep", header, rows, facts, draw)
-    return 0 if all(one.of_best >= BOUND for one in found.values()) else 1
+    return 0 if all(one.of(one.best).high >= BOUND for one in found.values()) else 1
 
 
 if __name__ == "__main__":

@@ -49,8 +49,9 @@ class MemoryConfig(SystemConfig):
 
 def bodies(model: str, index: int) -> tuple[dict[str, Any], int]:
     """The request of this number, and after how many tokens its caller leaves (0: never)."""
-    words = " ".join(f"{(index * 7919 + place * 104_729) % 99_991}" for place in range(3 + index * 31 % 40))
-    body: dict[str, Any] = {"model": model, "prompt": f"{index}: {words}", "max_tokens": 4 + index % 13}
+    # Few different words: the tokenizer remembers up to 10,000 of them, and would fill that memory all the way.
+    words = " ".join(f"{(index * 7919 + place * 104_729) % 499}" for place in range(3 + index * 31 % 40))
+    body: dict[str, Any] = {"model": model, "prompt": words, "max_tokens": 4 + index % 13}
     sorts: list[dict[str, Any]] = [
         {"temperature": 0, "ignore_eos": True},
         {"temperature": 0.9, "seed": index, "top_p": 0.9, "repetition_penalty": 1.1},

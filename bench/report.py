@@ -62,10 +62,12 @@ def publish(
     rows: Sequence[Sequence[object]],
     facts: Mapping[str, Any],
     draw: Callable[[Any], None] | None = None,
+    script: str | None = None,
 ) -> None:
     """Print the table; write `results/NAME.json` and `.md` with the command, the machine and `facts`.
 
-    `draw` gets a matplotlib Figure to fill, which is kept as `results/NAME.png`.
+    `draw` gets a matplotlib Figure to fill, which is kept as `results/NAME.png`. `script`: the module of
+    bench that was run, where one script has several results; None: it is called as its result.
     """
     RESULTS.mkdir(exist_ok=True)
     here = machine()

@@ -182,7 +182,7 @@ def validate(config: SimulateConfig) -> int:
         *("concurrency", "real tokens/s", "predicted", "deviation", "within 15 %"),
         *("steps stretched by", "real tokens/round", "predicted", "real step ms", "predicted"),
     )
-    publish("simulate_validate", header, rows, {"runs": facts, "table": as_json(table)})
+    publish("simulate_validate", header, rows, {"runs": facts, "table": as_json(table)}, script="simulate")
     return 0 if all(row[4] == "reached" for row in rows) else 1
 
 

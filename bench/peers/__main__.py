@@ -4,7 +4,8 @@
 
 Every peer gets the same token ids and the same most tokens, greedy. One that is not to speak is stopped. Environments
 are made once under --venvs. --seconds ends a call early; the next with the same --samples goes on where it ended and
-the table is of all calls; ratios are only taken within a round, which one call measures. Without a file: five prompts.
+the table is of all calls; ratios are only taken within a round, which one call measures, and a round that was cut off
+is measured again. --report-only makes the table of such a file. Without --prompts: the demo's five.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from typing import Any
 from bench.peers import gguf_files
 from bench.peers.catalogue import PEERS, Peer, chosen
 from bench.peers.environments import interpreter
-from bench.peers.figures import HEADER, Sample, rows
+from bench.peers.figures import HEADER, Sample, complete, fingerprint, rows
 from bench.peers.prompts import evenly, held_out, text_of
 from bench.peers.protocol import Child, PeerFailed
 from bench.report import RESULTS, publish
 from moot.commands.common import cache_folder, say
 from moot.commands.demo_prompts import PROMPTS
 from moot.commands.system import DEMO_MODEL, prepared_model
-from moot.core.errors import MootError
+from moot.core.errors import ConfigError, MootError
 
 CHILDREN = Path(__file__).parent / "children"
 START_TIMEOUT_S = 600.0
@@ -47,6 +48,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--held-out", action="store_true", help="only those whose question_id ends in 7")
     parser.add_argument("--limit", type=int, default=8, help="prompts taken, evenly over the categories")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16], help="requests at once")
+    parser.add_argument("--passes", type=int, default=2, help="times each prompt is asked alone")
     parser.add_argument("--batch-rounds", type=int, default=7, help="rounds at each concurrency above 1")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -54,6 +56,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--samples", type=Path, help="file that samples are added to, and read from")
     parser.add_argument("--venvs", type=Path, default=cache_folder() / "peers")
     parser.add_argument("--install-only", action="store_true", help="make environments and files, measure nothing")
+    parser.add_argument("--report-only", action="store_true", help="measure nothing: the table of --samples")
     return parser.parse_args(argv)
 
 
@@ -123,6 +126,11 @@ def started(
             child.close()
 
 
+def places(count: int, index: int, at_once: int) -> list[int]:
+    """Which of `count` prompts round `index` asks."""
+    return [(index + offset) % count for offset in range(at_once)]
+
+
 class Turns:
     """Asks every variant of every peer in turns, round by round, and keeps what they answered."""
 
@@ -140,13 +148,15 @@ class Turns:
         self._failures = failures
         self._run = run
 
-    def warm_up(self) -> None:
-        self.round(0, 1, 8)
+    def warm_up(self, at_once: int, max_tokens: int) -> None:
+        """Unmeasured, from the longest prompt on and at full length: first turns are many times slower."""
+        prompts = self._asked["prompts"]
+        self.round(max(range(len(prompts)), key=lambda place: len(prompts[place])), at_once, max_tokens)
 
     def round(self, index: int, at_once: int, max_tokens: int) -> list[Sample]:
         """One prompt, or `at_once` of them together; every other round in the reverse order."""
-        count = len(self._asked["prompts"])
-        picked = [(index + offset) % count for offset in range(at_once)]
+        picked = places(len(self._asked["prompts"]), index, at_once)
+        asked = fingerprint([self._asked["prompts"][place] for place in picked], max_tokens)
         turns = [
             (peer, variant) for peer in self._peers for variant in peer.variants if variant.batches or at_once == 1
         ]
@@ -169,7 +179,7 @@ class Turns:
                 self._failures[key] = str(error)
                 say(f"{key} FAILED: {error}")
                 continue
-            samples.append(Sample.of(self._run, variant.name, at_once, index, answers))
+            samples.append(Sample.of(self._run, asked, variant.name, at_once, index, answers))
             say(f"  {at_once:>2} at once, round {index}: {variant.label:<32} {samples[-1].total:6.1f} tokens/s")
         return samples
 
@@ -177,11 +187,17 @@ class Turns:
 def measure(turns: Turns, options: argparse.Namespace, count: int, known: Sequence[Sample]) -> Iterator[Sample]:
     """Rounds not yet in `known` for any of the chosen peers, until the seconds are over."""
     ends = time.monotonic() + options.seconds
-    wanted = {variant.name for peer in chosen(options.peers.split(",")) for variant in peer.variants}
-    seen = {(sample.at_once, sample.round_index) for sample in known if sample.variant in wanted}
-    turns.warm_up()
+    peers = chosen(options.peers.split(","))
+    seen = complete(
+        known,
+        lambda at_once: {one.name for peer in peers for one in peer.variants if one.batches or at_once == 1},
+    )
     for at_once in options.concurrency:
-        for index in range(count if at_once == 1 else options.batch_rounds):
+        rounds = range(count * options.passes if at_once == 1 else options.batch_rounds)
+        if all((at_once, index) in seen for index in rounds):
+            continue
+        turns.warm_up(at_once, options.max_tokens)
+        for index in rounds:
             if time.monotonic() > ends:
                 say("the seconds are over: the next call goes on")
                 return
@@ -200,10 +216,15 @@ def main() -> int:
     texts = read_texts(options)
     prompts, stops = tokenized(model, texts)
     asked = {"prompts": prompts, "texts": texts, "stop_token_ids": stops}
-    kept: list[Sample] = []
-    if options.samples is not None and options.samples.is_file():
-        kept = [Sample.read(json.loads(line)) for line in options.samples.read_text().splitlines()]
+    try:
+        kept = read_samples(options, prompts)
+    except MootError as error:
+        say(str(error))
+        return 2
     failures: dict[str, str] = {}
+    if options.report_only:
+        report(kept, failures, stops, options)
+        return 0
     with started(peers, options, model, failures) as children:
         if options.install_only:
             return 1 if failures else 0
@@ -215,6 +236,23 @@ def main() -> int:
                     file.write(json.dumps(asdict(sample)) + "\n")
     report(kept, failures, stops, options)
     return 1 if failures else 0
+
+
+def read_samples(options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> list[Sample]:
+    """Raises ConfigError for samples of other prompts or another most tokens, and for --report-only without any."""
+    kept: list[Sample] = []
+    if options.samples is not None and options.samples.is_file():
+        try:
+            kept = [Sample.read(json.loads(line)) for line in options.samples.read_text().splitlines()]
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{options.samples} does not hold samples: {error!r}") from error
+    for sample in kept:
+        picked = [prompts[place] for place in places(len(prompts), sample.round_index, sample.at_once)]
+        if sample.asked != fingerprint(picked, options.max_tokens):
+            raise ConfigError(f"{options.samples} holds samples of other prompts or another --max-tokens")
+    if options.report_only and not kept:
+        raise ConfigError("--report-only needs --samples with a file that has some")
+    return kept
 
 
 def report(
@@ -233,7 +271,11 @@ def report(
         for place, (count, axes) in enumerate(
             zip(counts, figure.subplots(1, len(counts), squeeze=False)[0], strict=True)
         ):
-            bars = [(str(row[0]), float(str(row[4]).split()[0].replace(",", ""))) for row in lines if row[1] == count]
+            bars = [
+                (str(row[0]), float(str(row[HEADER.index("tokens/s in all")]).split()[0].replace(",", "")))
+                for row in lines
+                if row[1] == count
+            ]
             axes.barh([name for name, _ in bars][::-1], [speed for _, speed in bars][::-1])
             axes.set_title(f"{count} at once")
             axes.set_xlabel("tokens/s in all" if place == 0 else "tokens/s in all, all requests")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +17,25 @@ HEADER = (
     "tokens/s decoding",
     "tokens/s in all",
     "of its own plain",
+    "of Moot off, in all",
     "Moot on / it, decoding",
     "Moot on / it, in all",
     "same texts as its plain",
     "numerics",
 )
-MOOT_ON = "on"
+MOOT_ON, MOOT_OFF = "on", "off"
 NOTHING = "–"
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One turn: what `variant` answered to the `at_once` prompts of `round_index` in the run `run`."""
+    """One turn: what `variant` answered to the `at_once` prompts of `round_index` in the run `run`.
+
+    `asked`: fingerprint of the prompts and the most tokens, by which samples of another question are told apart.
+    """
 
     run: str
+    asked: str
     variant: str
     at_once: int
     round_index: int
@@ -38,9 +44,12 @@ class Sample:
     total_s: tuple[float, ...]
 
     @classmethod
-    def of(cls, run: str, variant: str, at_once: int, round_index: int, answers: Sequence[Mapping[str, Any]]) -> Sample:
+    def of(
+        cls, run: str, asked: str, variant: str, at_once: int, round_index: int, answers: Sequence[Mapping[str, Any]]
+    ) -> Sample:
         return cls(
             run,
+            asked,
             variant,
             at_once,
             round_index,
@@ -53,6 +62,7 @@ class Sample:
     def read(cls, kept: Mapping[str, Any]) -> Sample:
         return cls(
             kept["run"],
+            kept["asked"],
             kept["variant"],
             kept["at_once"],
             kept["round_index"],
@@ -73,9 +83,23 @@ class Sample:
 
     @property
     def decoding(self) -> float:
-        """Tokens after each answer's first per second, from the earliest first token to the last."""
+        """Tokens after the first per second, first to last; 0 for many at once, whose prompts go between."""
+        if self.at_once > 1:
+            return 0.0
         seconds = max(self.total_s) - min(self.first_s)
         return sum(len(ids) - 1 for ids in self.token_ids) / seconds if seconds > 0 else 0.0
+
+
+def fingerprint(prompts: Sequence[Sequence[int]], max_tokens: int) -> str:
+    return hashlib.sha256(repr(([list(prompt) for prompt in prompts], max_tokens)).encode()).hexdigest()[:16]
+
+
+def complete(samples: Iterable[Sample], wanted: Callable[[int], set[str]]) -> set[tuple[int, int]]:
+    """(at once, round) of which one run holds all the variants that `wanted` names for so many at once."""
+    found: dict[tuple[str, int, int], set[str]] = {}
+    for sample in samples:
+        found.setdefault(sample.pair, set()).add(sample.variant)
+    return {(at_once, index) for (_, at_once, index), names in found.items() if names >= wanted(at_once)}
 
 
 def texts_of(sample: Sample, stop_token_ids: Iterable[int]) -> list[list[int]]:
@@ -119,9 +143,10 @@ def _row(
         variant.label,
         at_once,
         len(mine),
-        Interval.of([sample.decoding for sample in mine.values()]).text(1),
+        Interval.of([sample.decoding for sample in mine.values()]).text(1) if at_once == 1 else NOTHING,
         Interval.of([sample.total for sample in mine.values()]).text(1),
         _ratio(mine, plain, "total"),
+        _ratio(mine, measured.get(MOOT_OFF, {}), "total") if variant.name != MOOT_OFF else NOTHING,
         _ratio(ours, mine, "decoding"),
         _ratio(ours, mine, "total"),
         _same(mine, plain, stop_token_ids) if variant.plain_of else NOTHING,

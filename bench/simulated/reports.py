@@ -102,7 +102,14 @@ def drafters(config: ReportConfig) -> None:
         "drafters busy",
         "verifiers busy",
     )
-    publish("simulate_drafters", header, rows, {"points": points, "off": off.tokens_per_s / verifiers}, draw)
+    publish(
+        "simulate_drafters",
+        header,
+        rows,
+        {"points": points, "off": off.tokens_per_s / verifiers},
+        draw,
+        script="simulate",
+    )
 
 
 def router(config: ReportConfig) -> None:
@@ -133,7 +140,7 @@ def router(config: ReportConfig) -> None:
         right.set(xlabel="verifiers behind one router process", ylabel="router CPU, % of a core")
 
     header = ("verifiers", "requests", "tokens/s", "per verifier", "router busy", "round ms", "verifiers busy")
-    publish("simulate_router", header, rows, {"points": points}, draw)
+    publish("simulate_router", header, rows, {"points": points}, draw, script="simulate")
 
 
 def overlap(config: ReportConfig) -> None:
@@ -168,7 +175,7 @@ def overlap(config: ReportConfig) -> None:
         axes.set(xlabel="tokens/s, of taking what is ready without drafting ahead")
 
     header = ("requests", "batches", "draft-ahead", "tokens/s", "ratio", "answers from ahead", "round ms", "mean K")
-    publish("simulate_overlap", header, rows, {"bars": bars}, draw)
+    publish("simulate_overlap", header, rows, {"bars": bars}, draw, script="simulate")
 
 
 def loss(config: ReportConfig) -> None:
@@ -226,7 +233,7 @@ def loss(config: ReportConfig) -> None:
         "requests moved",
         "late proposals per round",
     )
-    publish("simulate_loss", header, rows, {"over_time": lines}, draw)
+    publish("simulate_loss", header, rows, {"over_time": lines}, draw, script="simulate")
 
 
 def scale(config: ReportConfig) -> None:
@@ -261,6 +268,7 @@ def scale(config: ReportConfig) -> None:
         rows,
         {"points": points},
         draw,
+        script="simulate",
     )
 
 

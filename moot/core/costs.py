@@ -11,6 +11,10 @@ _OUTLIER: Final = 3.0
 _RATE: Final = 0.04
 _DOUBT: Final = 0.3
 
+_SPREAD: Final = 0.1
+"""How far durations are taken to lie from their expectation before any has been seen, as a part of it."""
+_SPREAD_RATE: Final = 0.02
+
 _WAITING: Final = 0.1
 """Part of a round spent waiting for the verifier from which it counts as never resting."""
 
@@ -66,6 +70,8 @@ class VerifyCost:
         self._sizes: list[float] = []
         self._seconds: list[float] = []
         self._memo: dict[int, float] = {}
+        self.spread = _SPREAD
+        """Mean distance of a step's duration from its class's mean, as a part of the mean."""
 
     def observe(self, batch_tokens: int, seconds: float, weight: float = 1.0) -> None:
         """One step: `batch_tokens` > 0 tokens in its forward pass took `seconds` > 0; other samples say nothing.
@@ -77,6 +83,7 @@ class VerifyCost:
         entry = self._classes.setdefault((batch_tokens - 1).bit_length(), [0.0, 0.0, 0.0])
         if entry[0] >= 3:
             seconds = min(seconds, _OUTLIER * entry[2])
+            self.spread += _SPREAD_RATE * weight * (abs(seconds / entry[2] - 1) - self.spread)
         entry[0] = min(entry[0] + weight, 1 / _RATE)
         entry[1] += weight * (batch_tokens - entry[1]) / entry[0]
         entry[2] += weight * (seconds - entry[2]) / entry[0]
@@ -143,13 +150,18 @@ class DraftCost:
         self._origin = origin
         # Sums over samples: 1, k, k*k, seconds, k*seconds.
         self._sums = [0.0] * 5
+        self.spread = _SPREAD
+        """Mean distance of a draft's duration from what was expected, as a part of that."""
 
     def observe(self, num_speculative_tokens: int, seconds: float, weight: float = 1.0) -> None:
         """Only rounds that drafted: K > 0. `weight`, in (0, 1]: as in VerifyCost."""
         if num_speculative_tokens <= 0 or not 0 <= seconds < float("inf"):
             return
         if self._sums[0] >= 3:
-            seconds = min(seconds, _OUTLIER * self.seconds(num_speculative_tokens) + 1e-3)
+            expected = self.seconds(num_speculative_tokens)
+            seconds = min(seconds, _OUTLIER * expected + 1e-3)
+            if expected > 0:
+                self.spread += _SPREAD_RATE * weight * (abs(seconds / expected - 1) - self.spread)
         k = float(num_speculative_tokens)
         new = (1.0, k, k * k, seconds, k * seconds)
         decay = self._decay**weight

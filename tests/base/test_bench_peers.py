@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from bench.peers.__main__ import parsed, read_samples
 from bench.peers.catalogue import PEERS, chosen
 from bench.peers.environments import build_flags
-from bench.peers.figures import HEADER, Sample, rows
+from bench.peers.figures import HEADER, Sample, complete, fingerprint, rows
 from bench.peers.prompts import evenly, held_out
 from bench.peers.protocol import Child, PeerFailed
+from moot.core.errors import ConfigError
 
 CHILDREN = Path(__file__).parents[2] / "bench" / "peers" / "children"
 ECHO = """
@@ -69,7 +73,7 @@ def test_table_takes_ratios_within_a_round_and_names_failures() -> None:
 
     def sample(run: str, variant: str, total_s: float, last: int) -> Sample:
         answer = {"token_ids": [5, last, 2], "first_s": total_s / 2, "total_s": total_s}
-        return Sample.of(run, variant, 1, 0, [answer])
+        return Sample.of(run, "asked", variant, 1, 0, [answer])
 
     samples = [sample("r", "off", 2.0, 6), sample("r", "on", 1.0, 6), sample("r", "plain", 4.0, 6)]
     samples += [sample("r", "prompt_lookup", 2.0, 7), sample("other", "q4", 0.1, 6)]
@@ -80,6 +84,34 @@ def test_table_takes_ratios_within_a_round_and_names_failures() -> None:
     assert found["transformers generate"]["Moot on / it, in all"] == "4.00 (4.00 to 4.00)"
     assert found["llama.cpp 4-bit"]["Moot on / it, in all"] == "–"
     assert found["vllm: FAILED"]["numerics"] == "no luck"
+
+
+def test_a_round_is_done_only_when_one_run_holds_all_of_it() -> None:
+    """A round that was cut off is measured again: halves of two runs share no pair to take a ratio of."""
+
+    def sample(run: str, variant: str, index: int) -> Sample:
+        answer = {"token_ids": [5], "first_s": 0.1, "total_s": 0.2}
+        return Sample.of(run, "asked", variant, 1, index, [answer])
+
+    halves = [sample("a", "off", 0), sample("b", "on", 0)]
+    whole = [sample("b", "off", 1), sample("b", "on", 1)]
+    assert complete(halves + whole, lambda at_once: {"off", "on"}) == {(1, 1)}
+
+
+def samples_file(folder: Path, max_tokens: int) -> Path:
+    answer = {"token_ids": [5], "first_s": 0.1, "total_s": 0.2}
+    kept = Sample.of("a", fingerprint([[1, 2]], max_tokens), "off", 1, 0, [answer])
+    (folder / "samples").write_text(json.dumps(asdict(kept)) + "\n")
+    return folder / "samples"
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [([1, 2], 9), ([1, 3], 8)])
+def test_samples_of_another_question_are_refused(tmp_path: Path, prompt: list[int], max_tokens: int) -> None:
+    """Samples are read back whole, and not mixed with those of other prompts or lengths."""
+    file = str(samples_file(tmp_path, 8))
+    assert len(read_samples(parsed(["--samples", file, "--max-tokens", "8"]), [[1, 2]])) == 1
+    with pytest.raises(ConfigError, match="other prompts"):
+        read_samples(parsed(["--samples", file, "--max-tokens", str(max_tokens)]), [prompt])
 
 
 def test_unknown_peer_and_absent_processor_features() -> None:

@@ -284,3 +284,37 @@ def test_a_probe_that_costs_much_waits_longer() -> None:
     """At most half a percent of the time goes into probes: one that costs half a round comes every hundred rounds."""
     probes = Probes(after=1, at_most=1)
     assert sum(probes.is_due(0.5) for _ in range(1000)) <= 10
+
+
+def test_drafts_of_which_nothing_is_sent_end() -> None:
+    """C32: a busy verifier, and a vote that sends no node of what is drafted. Such drafts look free and bring nothing,
+    whatever the acceptance of deeper tokens is taken to be: drafting stops, and comes back once it pays."""
+    policy = goodput(measured(NEARLY_FREE))
+    asked: list[list[int]] = []
+    for load, count in ((Load(1), 15), (Load(64), 60)):
+        asked.append([])
+        for _ in range(count):
+            length = policy.next_length(load)
+            asked[-1].append(length)
+            policy.observe(RoundSample(length, 0, 0))
+    quiet, busy = asked
+    assert min(quiet) > 0
+    assert busy[-20:] == [0] * 20
+    assert max(rounds(policy, 1.0, 600)[-10:]) > 0
+
+
+def test_a_draft_that_may_come_late_is_made_shorter() -> None:
+    """Two groups whose drafts fit just into each other's steps: with steady durations the longest, with varying ones,
+    which make many miss their step, a shorter one."""
+    chosen = []
+    for wobble in (0.0, 0.3):
+        verify, draft = VerifyCost(), DraftCost()
+        for index in range(400):
+            factor = 1 + (wobble if index % 2 else -wobble)
+            for size in (1, 2, 4, 8, 16, 32):
+                verify.observe(size, 0.03 * factor)
+            for length in (2, 4, 8):
+                draft.observe(length, 0.0035 * length * factor)
+        values = goodput(verify, draft).goodputs([0.8] * 8, Load(2, 2, num_turns=2.0))
+        chosen.append(max(range(9), key=values.__getitem__))
+    assert chosen[0] >= 7 > chosen[1]

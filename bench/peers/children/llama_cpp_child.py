@@ -26,6 +26,8 @@ def main(folder: str, threads: int) -> None:
                 n_ctx=CONTEXT,
                 n_threads=threads,
                 n_threads_batch=threads,
+                # Without it the binding keeps logits of one batch only, and fails on a longer prompt when it drafts.
+                logits_all=bool(drafting),
                 draft_model=LlamaPromptLookupDecoding(num_pred_tokens=PROMPT_LOOKUP_TOKENS) if drafting else None,
                 verbose=False,
             )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+import urllib.request
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +17,8 @@ from moot.commands.common import say
 from moot.commands.system import SystemConfig, running
 
 MOST_AT_ONCE = 64
+CHECK_TIMEOUT_S = 60.0
+CHECKED_TOKENS = 8
 
 
 def main(threads: int) -> None:
@@ -30,6 +35,8 @@ def main(threads: int) -> None:
                 "temperature": 0,
                 "max_tokens": request["max_tokens"],
                 "return_token_ids": True,
+                # No prompt kept from another request is shared: the others compute each anew too.
+                "cache_salt": uuid.uuid4().hex,
             }
             if request["variant"] == "off":
                 body["num_speculative_tokens"] = 0
@@ -42,8 +49,33 @@ def main(threads: int) -> None:
                 "total_s": times[-1] - started,
             }
 
+        same: set[tuple[int, ...]] = set()
+
+        def post(path: str, body: dict[str, Any]) -> Any:
+            shared = {"model": model, "temperature": 0, "return_token_ids": True}
+            request = urllib.request.Request(
+                system.url + path, json.dumps(body | shared).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=CHECK_TIMEOUT_S) as response:
+                return json.load(response)
+
+        def check(text: str, prompt: list[int]) -> None:
+            """The others get the ids, this server the text. Raises ValueError where they differ."""
+            if tuple(prompt) in same:
+                return
+            messages = [{"role": "user", "content": text}]
+            by_text = post("/v1/chat/completions", {"messages": messages, "max_tokens": CHECKED_TOKENS})
+            by_ids = post("/v1/completions", {"prompt": prompt, "max_tokens": CHECKED_TOKENS})
+            counts = [told["usage"]["prompt_tokens"] for told in (by_text, by_ids)]
+            ids = [told["choices"][0]["token_ids"] for told in (by_text, by_ids)]
+            if counts != [len(prompt)] * 2 or ids[0] != ids[1]:
+                raise ValueError(f"the server's prompt is not the one that the others get: {counts}, {ids}")
+            same.add(tuple(prompt))
+
         def answer(request: dict[str, Any]) -> list[Answer]:
             system.supervisor.check()
+            for text, prompt in zip(request["texts"], request["prompts"], strict=True):
+                check(text, prompt)
             started = time.perf_counter()
             return list(pool.map(lambda text: ask(started, request, text), request["texts"]))
 
