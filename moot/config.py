@@ -86,7 +86,9 @@ def _parser(cls: type[Any], prog: str, description: str, example: str) -> argpar
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="YAML file with the same keys (underscores)")
-    for field in dataclasses.fields(cls):
+    inherited = {f.name for base in cls.__mro__[1:] if dataclasses.is_dataclass(base) for f in dataclasses.fields(base)}
+    # What is the program's own comes first.
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited):
         shown = "required" if field.default is dataclasses.MISSING else f"default: {field.default}"
         text = f"{field.metadata.get('help', '')} ({shown})".replace("%", "%%")
         if choices := field.metadata.get("choices"):

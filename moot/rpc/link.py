@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from moot.config import option
+from moot.core.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
@@ -53,6 +56,42 @@ class LinkConfig:
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.so_reuseport", int(reuse_port)),
         ]
+
+
+_DEFAULTS = LinkConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """What every program with a link can be told about it; the base of the services' configs."""
+
+    max_message_bytes: int = option(_DEFAULTS.max_message_bytes, help="size limit of one frame, equal on both sides")
+    keepalive_time_ms: int = option(
+        _DEFAULTS.keepalive_time_ms, help="milliseconds between keepalive pings, equal on both sides"
+    )
+    keepalive_timeout_ms: int = option(
+        _DEFAULTS.keepalive_timeout_ms, help="milliseconds until an unanswered ping ends the connection"
+    )
+
+    @property
+    def link(self) -> LinkConfig:
+        return LinkConfig(
+            keepalive_time_ms=self.keepalive_time_ms,
+            keepalive_timeout_ms=self.keepalive_timeout_ms,
+            max_message_bytes=self.max_message_bytes,
+        )
+
+    def require_positive(self, *names: str) -> None:
+        """Raises ConfigError naming the first of these options that is 0 or below."""
+        for name in names:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0")
+
+    def require_not_negative(self, *names: str) -> None:
+        """Raises ConfigError naming the first of these options that is below 0."""
+        for name in names:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative")
 
 
 STREAM_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)

@@ -1,4 +1,4 @@
-"""Everything a drafter can be told, every bound and every wait. A default stands once: here, or in LinkConfig."""
+"""Everything a drafter can be told, every bound and every wait. A default stands once: here, or in rpc/link.py."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from pathlib import Path
 
 from moot.config import option as setting
 from moot.core.errors import ConfigError
-from moot.rpc.link import LinkConfig
-
-_LINK = LinkConfig()
+from moot.rpc.link import LinkOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterConfig:
+class DrafterConfig(LinkOptions):
     kind: str = setting(help="drafter kind: prompt_lookup, suffix, ngram, recycling, neural or an installed one")
     drafter_id: str = setting("", help="name written into proposals (empty: the kind's)")
     model: str | None = setting(
@@ -46,25 +44,13 @@ class DrafterConfig:
     drain_grace_s: float = setting(10.0, help="seconds that peers may take to leave after SIGTERM")
     stop_timeout_s: float = setting(10.0, help="seconds to wait for the drafting thread when stopping")
 
-    max_message_bytes: int = setting(_LINK.max_message_bytes, help="size limit of one frame, equal on both sides")
-    keepalive_time_ms: int = setting(
-        _LINK.keepalive_time_ms, help="milliseconds between keepalive pings, equal on both sides"
-    )
-    keepalive_timeout_ms: int = setting(
-        _LINK.keepalive_timeout_ms, help="milliseconds until an unanswered ping ends the connection"
-    )
-
     def __post_init__(self) -> None:
         """Raises ConfigError for values that cannot work, and for options that are not name=value."""
-        positive = (
+        self.require_positive(
             *("max_num_seqs", "max_batch", "max_queued_commands", "max_queued_answers", "max_speculative_tokens"),
             *("max_width", "session_idle_limit_s", "stall_limit_s", "drain_grace_s", "stop_timeout_s"),
         )
-        for name in positive:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be above 0")
-        if self.num_threads < 0:
-            raise ConfigError("num_threads must not be negative")
+        self.require_not_negative("num_threads")
         if bad := [pair for pair in self.option if "=" not in pair]:
             raise ConfigError(f"--option must be name=value, separated by commas: {', '.join(bad)}")
 
@@ -72,11 +58,3 @@ class DrafterConfig:
     def kind_options(self) -> dict[str, str]:
         """What `--option` gave, by name."""
         return {name.strip(): value.strip() for name, _, value in (pair.partition("=") for pair in self.option)}
-
-    @property
-    def link(self) -> LinkConfig:
-        return LinkConfig(
-            keepalive_time_ms=self.keepalive_time_ms,
-            keepalive_timeout_ms=self.keepalive_timeout_ms,
-            max_message_bytes=self.max_message_bytes,
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from moot.config import option
@@ -12,7 +12,7 @@ from moot.core.shapes import SHAPES
 from moot.core.speculation import LENGTHS
 from moot.core.voting import POLICIES
 from moot.core.weights import WEIGHTS
-from moot.rpc.link import LinkConfig
+from moot.rpc.link import LinkConfig, LinkOptions
 from services.router.electorate import BallotPolicy
 from services.router.links import LinkPolicy
 from services.router.settings import HttpSettings
@@ -33,7 +33,7 @@ _MAY_BE_ZERO = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(LinkOptions):
     model: str = option(help="folder or hub id whose tokenizer and chat template are the target's")
     revision: str | None = option(None, help="pinned revision of a hub id")
     served_model_name: tuple[str, ...] = option(
@@ -122,15 +122,6 @@ class RouterConfig:
     describe_timeout_ms: int = option(
         _LINK_POLICY.link.describe_timeout_ms, help="milliseconds to connect to a peer and hear what it is"
     )
-    max_message_bytes: int = option(
-        _LINK_POLICY.link.max_message_bytes, help="size limit of one frame, equal on both sides"
-    )
-    keepalive_time_ms: int = option(
-        _LINK_POLICY.link.keepalive_time_ms, help="milliseconds between keepalive pings, equal on both sides"
-    )
-    keepalive_timeout_ms: int = option(
-        _LINK_POLICY.link.keepalive_timeout_ms, help="milliseconds until an unanswered ping ends the connection"
-    )
 
     redis_url: str | None = option(None, help="server of request records, redis://host:port/0 (none: memory only)")
     store_mode: str = option(_STORE.mode, help="what an unreachable server of records means", choices=MODES)
@@ -176,12 +167,7 @@ class RouterConfig:
 
     @property
     def link(self) -> LinkConfig:
-        return LinkConfig(
-            keepalive_time_ms=self.keepalive_time_ms,
-            keepalive_timeout_ms=self.keepalive_timeout_ms,
-            max_message_bytes=self.max_message_bytes,
-            describe_timeout_ms=self.describe_timeout_ms,
-        )
+        return replace(super().link, describe_timeout_ms=self.describe_timeout_ms)
 
     @property
     def link_policy(self) -> LinkPolicy:

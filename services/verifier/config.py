@@ -1,4 +1,4 @@
-"""Everything a verifier can be told, every bound and every wait. A default stands once: here, or in LinkConfig."""
+"""Everything a verifier can be told, every bound and every wait. A default stands once: here, or in rpc/link.py."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from pathlib import Path
 
 from moot.config import option
 from moot.core.errors import ConfigError
-from moot.rpc.link import LinkConfig
-
-_LINK = LinkConfig()
+from moot.rpc.link import LinkOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifierConfig:
+class VerifierConfig(LinkOptions):
     model: str = option(help="target model: a local folder or a hub id")
     revision: str | None = option(None, help="pinned revision of a hub id")
     host: str = option("127.0.0.1", help="address to listen on")
@@ -56,37 +54,18 @@ class VerifierConfig:
     drain_grace_s: float = option(20.0, help="seconds that running sessions may finish in after SIGTERM")
     stop_timeout_s: float = option(10.0, help="seconds to wait for the compute thread when stopping")
 
-    max_message_bytes: int = option(_LINK.max_message_bytes, help="size limit of one frame, equal on both sides")
-    keepalive_time_ms: int = option(
-        _LINK.keepalive_time_ms, help="milliseconds between keepalive pings, equal on both sides"
-    )
-    keepalive_timeout_ms: int = option(
-        _LINK.keepalive_timeout_ms, help="milliseconds until an unanswered ping ends the connection"
-    )
-
     def __post_init__(self) -> None:
         """Raises ConfigError for values that cannot work together."""
-        positive = (
+        self.require_positive(
             *("max_num_seqs", "prefill_chunk_tokens", "prefix_block_tokens", "max_queued_commands"),
             *("max_queued_answers", "heartbeat_interval_s", "stall_limit_s", "session_idle_limit_s", "stop_timeout_s"),
         )
-        for name in positive:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be above 0")
-        for name in ("max_model_len", "max_draft_tokens", "max_waiting_seqs", "kv_capacity_tokens", "num_threads"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative")
+        self.require_not_negative(
+            *("max_model_len", "max_draft_tokens", "max_waiting_seqs", "kv_capacity_tokens", "num_threads")
+        )
         if self.max_num_batched_tokens < self.prefill_chunk_tokens + self.max_draft_tokens + 1:
             raise ConfigError("max_num_batched_tokens must hold a prefill chunk and one draft")
         if not 0 <= self.gather_share <= 1:
             raise ConfigError("gather_share must be 0 to 1")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigError("kv_memory_fraction must be above 0 and at most 1")
-
-    @property
-    def link(self) -> LinkConfig:
-        return LinkConfig(
-            keepalive_time_ms=self.keepalive_time_ms,
-            keepalive_timeout_ms=self.keepalive_timeout_ms,
-            max_message_bytes=self.max_message_bytes,
-        )

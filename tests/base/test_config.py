@@ -75,3 +75,21 @@ def test_unknown_flags_exit_2_and_help_shows_defaults(capsys: pytest.CaptureFixt
     assert "moot serve verifier --model m" in shown
     assert all(flag_of(name) in shown for name in ("model", "port", "limit"))
     assert "default: 8000" in shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    burst: int = option(1, help="a flag of every program")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Shared):
+    model: str = option(help="a flag of this program")
+
+
+def test_help_tells_a_programs_own_flags_before_those_that_all_have(capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags that programs share stand after what a reader came for."""
+    with pytest.raises(SystemExit):
+        load_config(Own, ["--help"], {})
+    shown = capsys.readouterr().out
+    assert shown.index("a flag of this program") < shown.index("a flag of every program")
