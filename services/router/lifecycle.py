@@ -29,7 +29,7 @@ from services.router.links import PeerLink, PeerState
 from services.router.local_drafters import LocalPool
 from services.router.rounds import Rounds, ServedModel
 from services.router.store import open_store
-from services.router.targets import VerifierPool
+from services.router.verifier_pool import VerifierPool
 
 _log = logging.getLogger("moot.router")
 

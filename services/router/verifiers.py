@@ -1,4 +1,4 @@
-"""One verifier pod over gRPC: one stream, its sessions, heartbeats. Moving between verifiers: targets.py."""
+"""One verifier pod over gRPC: one stream, its sessions, heartbeats. All of them: verifier_pool.py."""
 
 from __future__ import annotations
 

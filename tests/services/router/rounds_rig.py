@@ -20,10 +20,10 @@ from services.router.rounds import Rounds, ServedModel
 from services.router.stop_strings import StopStrings
 from services.router.store import MemoryStore
 from services.router.strikes import StrikePolicy
-from services.router.targets import VerifierPool
 from services.router.text import IncrementalText
 from services.router.token_bytes import TokenBytes
 from services.router.types import GenerationChunk, GenerationMetrics, GenerationRequest
+from services.router.verifier_pool import VerifierPool
 from services.router.verifiers import TargetPolicy
 
 BYTES = TokenBytes(byte_tokenizer())
