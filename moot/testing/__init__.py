@@ -8,9 +8,10 @@ no file; `InProcessServer` serves any servicer. No torch, no cluster.
 from moot.testing.drafter import Manner, ScriptedDrafter
 from moot.testing.proxy import TcpProxy
 from moot.testing.server import InProcessServer
+from moot.testing.sessions import scripted_logprobs
 from moot.testing.text import ScriptedText
 from moot.testing.tokenizer import END_TOKEN_ID, byte_tokenizer
-from moot.testing.verifier import ScriptedVerifier, scripted_logprobs
+from moot.testing.verifier import ScriptedVerifier
 
 __all__ = [
     "END_TOKEN_ID",

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import grpc.aio
 
-from moot.core.types import ModelInfo, SamplingParams
+from moot.core.types import ModelInfo
 from moot.rpc import convert
 from moot.rpc.link import LinkConfig
 from moot.testing.server import InProcessServer
+from moot.testing.sessions import ScriptedSession
 from moot.testing.streams import PeerStream, ScriptedPeer
 from moot.testing.text import ScriptedText
 from moot.v1 import drafter_service_pb2 as pb
@@ -43,17 +43,10 @@ class Manner(Enum):
     BAD_CONFIDENCES = "bad_confidences"
 
 
-@dataclass(slots=True)
-class _Session:
-    prefix: list[int]
-    num_prompt: int
-    params: SamplingParams
+_Stream = PeerStream[ScriptedSession, pb.DraftAnswer]
 
 
-_Stream = PeerStream[_Session, pb.DraftAnswer]
-
-
-class ScriptedDrafter(ScriptedPeer[_Session, pb.DraftCommand, pb.DraftAnswer]):
+class ScriptedDrafter(ScriptedPeer[ScriptedSession, pb.DraftCommand, pb.DraftAnswer]):
     """`manner` is called once per question; `spoil` is the chance that a TRUE answer is spoilt at a drawn place.
 
     Public attributes may be changed while it runs.
@@ -113,7 +106,7 @@ class ScriptedDrafter(ScriptedPeer[_Session, pb.DraftCommand, pb.DraftAnswer]):
             opening = command.open
             prefix = [*opening.prompt_token_ids, *opening.output_token_ids]
             params = convert.sampling_from_pb(opening.sampling)
-            stream.sessions[command.session_id] = _Session(prefix, len(opening.prompt_token_ids), params)
+            stream.sessions[command.session_id] = ScriptedSession(prefix, len(opening.prompt_token_ids), params)
         elif kind == "propose":
             self._propose(stream, command)
         else:
@@ -161,10 +154,9 @@ class ScriptedDrafter(ScriptedPeer[_Session, pb.DraftCommand, pb.DraftAnswer]):
         stream.tasks.add(task)
         task.add_done_callback(stream.tasks.discard)
 
-    def _proposal(self, session: _Session, count: int, manner: Manner) -> token_pb2.Proposal:
-        num_output = len(session.prefix) - session.num_prompt
+    def _proposal(self, session: ScriptedSession, count: int, manner: Manner) -> token_pb2.Proposal:
         size = self.text.vocab_size
-        ids = self.text.continuation(session.prefix, num_output, session.params, count)
+        ids = self.text.continuation(session.prefix, session.num_output, session.params, count)
         if manner is Manner.WRONG:
             ids = [(token + 1) % size for token in ids]
         elif self._random.random() < self.spoil:

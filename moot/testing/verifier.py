@@ -5,37 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
 
-from moot.core.acceptance import walk
 from moot.core.errors import SessionError
-from moot.core.types import Draft, ModelInfo, SamplingParams, TokenLogprobs, Verification
+from moot.core.types import Draft, ModelInfo, Verification
 from moot.rpc import convert
 from moot.rpc.link import LinkConfig
 from moot.testing.server import InProcessServer
+from moot.testing.sessions import VerifiedSession
 from moot.testing.streams import PeerStream, ScriptedPeer
 from moot.testing.text import ScriptedText
 from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc
 
-
-@dataclass(slots=True)
-class _Session:
-    request_id: str
-    prefix: list[int]
-    num_prompt: int
-    params: SamplingParams
-    num_top_candidates: int
-    round_index: int = -1
+_Stream = PeerStream[VerifiedSession, pb.VerifyAnswer]
 
 
-_Stream = PeerStream[_Session, pb.VerifyAnswer]
-
-
-class ScriptedVerifier(ScriptedPeer[_Session, pb.VerifyCommand, pb.VerifyAnswer]):
+class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.VerifyAnswer]):
     """Serves `text` on loopback. Public attributes may be changed while it runs.
 
     `step_s` and `step_per_token_s`: what a step costs, in seconds. `kill_on`: request ids whose next step takes the
@@ -218,9 +206,8 @@ class ScriptedVerifier(ScriptedPeer[_Session, pb.VerifyCommand, pb.VerifyAnswer]
         params = convert.sampling_from_pb(opening.sampling)
         if len(prefix) >= self.info.context_limit:
             raise _Failure(pb.SessionFailed.CODE_INVALID, "the prefix does not fit the context")
-        session = _Session(
-            opening.request_id, prefix, len(opening.prompt_token_ids), params, opening.num_top_candidates
-        )
+        num_prompt, num_top_candidates = len(opening.prompt_token_ids), opening.num_top_candidates
+        session = VerifiedSession(prefix, num_prompt, params, opening.request_id, num_top_candidates)
         stream.sessions[command.session_id] = session
         return self._advance(stream, command.session_id, session, Draft())
 
@@ -241,31 +228,10 @@ class ScriptedVerifier(ScriptedPeer[_Session, pb.VerifyCommand, pb.VerifyAnswer]
         session.round_index = message.round_index
         return self._advance(stream, command.session_id, session, draft)
 
-    def _advance(self, stream: _Stream, session_id: int, session: _Session, draft: Draft) -> Verification:
-        text, params, base = self.text, session.params, len(session.prefix)
-        num_output, tail = base - session.num_prompt, tuple(session.prefix[-4:])
-        result = walk(
-            draft,
-            lambda node, path: text.token_at(base + len(path), (tail + path)[-4:], num_output + len(path), params),
-            lambda token, count: text.is_end(token, num_output + count, params),
-            min(params.max_tokens - num_output, self.info.context_limit - base),
-        )
-        session.prefix.extend(result.output_token_ids)
-        if result.finish is not None:
+    def _advance(self, stream: _Stream, session_id: int, session: VerifiedSession, draft: Draft) -> Verification:
+        verification = session.advance(self.text, draft, self.info.context_limit)
+        if verification.finish_reason is not None:
             stream.sessions.pop(session_id, None)
-        verification = Verification(
-            base_length=base,
-            num_accepted=result.num_accepted,
-            output_token_ids=result.output_token_ids,
-            finish_reason=result.finish,
-        )
-        if params.logprobs is not None:
-            entries = tuple(scripted_logprobs(base + i, t) for i, t in enumerate(result.output_token_ids))
-            verification = replace(verification, logprobs=entries)
-        if session.num_top_candidates:
-            width, size = session.num_top_candidates, self.info.vocab_size
-            rows = tuple(tuple((token + i) % size for i in range(width)) for token in result.output_token_ids)
-            verification = replace(verification, top_candidates=rows)
         return verification
 
     def _fail_on_purpose(self, request_id: str) -> None:
@@ -273,11 +239,6 @@ class ScriptedVerifier(ScriptedPeer[_Session, pb.VerifyCommand, pb.VerifyAnswer]
             raise _Failure(pb.SessionFailed.CODE_POISONED, "the model's numbers are not finite for this request")
         if request_id in self.refuse_capacity:
             raise _Failure(pb.SessionFailed.CODE_NO_CAPACITY, "no room for another sequence")
-
-
-def scripted_logprobs(position: int, token: int) -> TokenLogprobs:
-    """What the scripted verifier reports for `token` at `position` of prompt + output: exact in float32."""
-    return TokenLogprobs(-(token + 1) / 256, 1 + position % 7, ((token, -(token + 1) / 256),))
 
 
 class _Failure(SessionError):
