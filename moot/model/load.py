@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import logging
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,27 +11,15 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moot.core.errors import ConfigError, ModelRefused
-from moot.core.types import ROOT, ModelInfo
-from moot.model.attention import ATTENTION_NAME, STEP_ARGUMENT, AttentionArguments, Step, plan_segment
-from moot.model.decoder.build import build_decoder, release
+from moot.core.errors import ModelRefused
+from moot.core.types import ModelInfo
 from moot.model.decoder.decoder import Decoder
-from moot.model.determinism import NATURAL, NATURAL_DECODER
-from moot.model.kv import KvPool, KvShape, SequenceCache
-from moot.model.layers import install
+from moot.model.drivable import prove_drivable
+from moot.model.kv import KvShape
+from moot.model.placement import choose_device, choose_dtype
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
-
-_log = logging.getLogger("moot.model")
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +83,7 @@ def load_model(
     tokenizer = load_tokenizer(path_or_id, revision)
     shape = _kv_shape(name, model, chosen_dtype, chosen_device)
     limit = _context_limit(name, model.config)
-    decoder = _prove_drivable(name, model, shape, limit, lean)
+    decoder = prove_drivable(name, model, shape, limit, lean)
     num_embeddings = int(model.get_input_embeddings().weight.shape[0])
     num_logits = int(getattr(model.get_output_embeddings(), "out_features", num_embeddings))
     heads = int(model.config.get_text_config(decoder=True).num_attention_heads)
@@ -112,37 +97,6 @@ def load_model(
         end_token_ids=_end_token_ids(model, tokenizer),
     )
     return LoadedModel(model, tokenizer, info, shape, heads, num_embeddings, num_logits, _selects_rows(model), decoder)
-
-
-def choose_device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError(f"device {device} is not auto, cpu or cuda")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {device} was asked for, but torch finds no GPU")
-    return torch.device(device)
-
-
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    if dtype in DTYPES:
-        return DTYPES[dtype]
-    if dtype != "auto":
-        raise ConfigError(f"dtype {dtype} is not auto, {', '.join(DTYPES)}")
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if _linear_seconds(torch.bfloat16) < _linear_seconds(torch.float32) else torch.float32
-
-
-def _linear_seconds(dtype: torch.dtype) -> float:
-    """Best of five of a product as verification has it: 8 rows, a weight larger than the cache of a core."""
-    weight, rows = torch.zeros(4096, 1024, dtype=dtype), torch.zeros(8, 1024, dtype=dtype)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        functional.linear(rows, weight)
-        best = min(best, time.perf_counter() - start)
-    return best
 
 
 def _load_weights(name: str, dtype: torch.dtype, revision: str | None) -> Any:
@@ -169,86 +123,6 @@ def _load_weights(name: str, dtype: torch.dtype, revision: str | None) -> Any:
 
 def _selects_rows(model: Any) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
-
-
-@torch.inference_mode()
-def _prove_drivable(name: str, model: Any, shape: KvShape, limit: int, lean: bool) -> Decoder | None:
-    """Run a few tokens in two chunks and compare with the model's own pass: by a decoder, else by the model's modules
-    with our layers and attention. Returns the decoder if it is what will be used."""
-    kind, device = type(model).__name__, shape.device
-    count = min(24, limit)
-    vocab = int(model.get_input_embeddings().weight.shape[0])
-    token_ids = torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(0)).tolist()
-    ends = (count - 5, count) if count > 5 else (count,)
-    decoder = None
-    try:
-        plain = model(
-            input_ids=torch.tensor([token_ids], device=device),
-            position_ids=torch.arange(count, device=device)[None],
-            use_cache=False,
-        ).logits[0]
-        model.set_attn_implementation(ATTENTION_NAME)
-        _, seen = _drive(model, None, shape, token_ids, ends)
-        if lean and len(seen) == shape.num_layers:
-            decoder = build_decoder(model, shape, seen)
-        if decoder is not None:
-            ours, _ = _drive(model, decoder, shape, token_ids, ends)
-            if not _distance(ours, plain) <= _bound(shape.dtype):
-                _log.warning("%s: %s is computed by its own modules, which is slower", name, kind)
-                decoder = None
-        if decoder is None:
-            install(model)
-            ours, seen = _drive(model, None, shape, token_ids, ends)
-    except (ModelRefused, TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
-        raise ModelRefused(f"{name}: {kind} cannot be driven: {error}") from error
-    if set(seen) != set(range(shape.num_layers)):
-        raise ModelRefused(
-            f"{name}: {kind} has {shape.num_layers} layers, of which {len(seen)} use the registered attention;"
-            " state-space layers and attention of a model's own cannot be driven"
-        )
-    distance = _distance(ours, plain)
-    if not distance <= _bound(shape.dtype):
-        raise ModelRefused(f"{name}: {kind} cannot be driven: logits differ from its own attention's by {distance:.2g}")
-    if decoder is not None:
-        release(model)
-    return decoder
-
-
-def _distance(ours: Tensor, plain: Tensor) -> float:
-    """Largest relative error of a row."""
-    return float(((ours - plain).double().norm(dim=-1) / plain.double().norm(dim=-1).clamp_min(1e-30)).max())
-
-
-def _bound(dtype: torch.dtype) -> float:
-    # Half-precision models of many layers drift by some per cent; a wrong mask or position gives errors near 1.
-    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
-
-
-def _drive(
-    model: Any, decoder: Decoder | None, shape: KvShape, token_ids: list[int], ends: Sequence[int]
-) -> tuple[Tensor, dict[int, AttentionArguments]]:
-    """Logits [tokens, vocab] of a pass in chunks that end at `ends`, and the layers whose attention was ours."""
-    cache = SequenceCache(KvPool(shape, ends[-1]))
-    logits: list[Tensor] = []
-    seen: dict[int, AttentionArguments] = {}
-    for end in ends:
-        first, size = cache.length, end - cache.length
-        cache.reserve(end)
-        rules = NATURAL if decoder is None else NATURAL_DECODER
-        step = Step([plan_segment(cache, 0, range(ROOT, size - 1), range(size), rules)], lambda: None)
-        if decoder is not None:
-            logits.append(decoder.forward(token_ids[first:end], range(first, end), range(size), step, rules))
-        else:
-            output = model(
-                input_ids=torch.tensor([token_ids[first:end]], device=shape.device),
-                position_ids=torch.arange(first, end, device=shape.device)[None],
-                use_cache=False,
-                **{STEP_ARGUMENT: step},
-            )
-            logits.append(output.logits[0])
-        cache.commit(range(size))
-        seen |= step.layers_seen
-    return torch.cat(logits), seen
 
 
 def _kv_shape(name: str, model: Any, dtype: torch.dtype, device: torch.device) -> KvShape:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moot.model.kv import SequenceCache
-from moot.model.load import DTYPES
+from moot.model.placement import DTYPES
 from moot.model.runner import ModelRunner, SequenceInput
 
 

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from moot.core.errors import ConfigError, ModelRefused
-from moot.model.load import choose_dtype, load_model
+from moot.model.load import load_model
+from moot.model.placement import choose_dtype
 from moot.model.runner import ModelRunner, SequenceInput
 from moot.model.tiny import byte_tokenizer, make_tiny_model
 
