@@ -17,7 +17,8 @@ from moot.core.sampling import sample_token
 from moot.core.types import SamplingParams
 from moot.model.tiny import make_tiny_model
 from moot.proposers.base import Ask
-from moot.proposers.neural import NeuralProposer, NeuralSession
+from moot.proposers.neural import NeuralProposer
+from moot.proposers.neural_session import NeuralSession
 from moot.proposers.registry import create
 
 VOCAB = 259  # of the tokenizer; the model has 300 rows, those from 259 on are padding

@@ -1,0 +1,87 @@
+"""What a draft model keeps of one request: its prefix, the path drafted after it, and the cache of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moot.core.history import History
+from moot.core.types import ROOT, SamplingParams
+from moot.model.kv import SequenceCache
+from moot.model.runner import SequenceInput
+
+Drafted = tuple[int, int]
+"""A token's id and its confidence byte."""
+
+
+@dataclass(slots=True, eq=False)
+class NeuralSession:
+    """Invariant: the cache holds the KV of the first `cache.length` ids of `tokens` + the ids of `ahead`."""
+
+    params: SamplingParams
+    cache: SequenceCache
+    tokens: list[int] = field(default_factory=list)
+    """The prefix."""
+    ahead: list[Drafted] = field(default_factory=list)
+    """Drafted after the prefix."""
+    stopped: bool = False
+    """Nothing can be drafted after `ahead`: too unlikely, not finite, ended, or no capacity."""
+    history: History | None = None
+    highest_id: int = -1
+
+    @property
+    def num_missing(self) -> int:
+        """Ids of the path, less its last one, that are not in the cache; 0 where nothing can be drafted after it."""
+        return 0 if self.stopped else len(self.tokens) + len(self.ahead) - 1 - self.cache.length
+
+    def path(self, start: int) -> list[int]:
+        """Ids of prefix + drafted path from position `start` on."""
+        drafted = [token for token, _ in self.ahead]
+        return self.tokens[start:] + drafted if start < len(self.tokens) else drafted[start - len(self.tokens) :]
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Lengthen the prefix. What was drafted stays as far as it is what was committed, or goes on after it."""
+        followed = 0
+        for (drafted, _), token in zip(self.ahead, token_ids, strict=False):
+            if drafted != token:
+                break
+            followed += 1
+        if followed < min(len(self.ahead), len(token_ids)):
+            self.cache.crop(min(self.cache.length, len(self.tokens) + followed))
+            self.ahead = []
+        else:
+            self.ahead = self.ahead[followed:]
+        # What ended the path may still lie ahead; it is found again when it is reached.
+        self.stopped = self.stopped and bool(self.ahead)
+        self.tokens.extend(token_ids)
+        self.highest_id = max(self.highest_id, *token_ids)
+        if self.history is not None:
+            self.history.append(token_ids)
+
+    def drop_path(self) -> None:
+        """Forget what was drafted; the prefix's last id is to be fed again, for the row that branches start from."""
+        self.cache.crop(min(self.cache.length, max(len(self.tokens) - 1, 0)))
+        self.ahead, self.stopped = [], False
+
+    def next_chunk(self, limit: int) -> SequenceInput:
+        """Feeds up to `limit` of the missing ids."""
+        return SequenceInput(self.cache, self.path(self.cache.length)[: min(self.num_missing, limit)])
+
+    def last_id(self) -> SequenceInput:
+        """Feeds the path's end, whose row says what comes next; again where a draft had stopped right behind it."""
+        self.cache.crop(min(self.cache.length, len(self.tokens) + len(self.ahead) - 1))
+        return SequenceInput(self.cache, self.path(self.cache.length), None, (0,))
+
+    def tree(self, paths: Sequence[Sequence[Drafted]], live: Sequence[int]) -> SequenceInput:
+        """Feeds the paths `live` after the prefix as one tree; logits wanted at their ends."""
+        token_ids: list[int] = []
+        parents: list[int] = []
+        ends: list[int] = []
+        for index in live:
+            parent = ROOT
+            for token, _ in paths[index]:
+                token_ids.append(token)
+                parents.append(parent)
+                parent = len(token_ids) - 1
+            ends.append(parent)
+        return SequenceInput(self.cache, token_ids, parents, ends)
