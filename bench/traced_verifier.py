@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from moot import trace
 from services.verifier import __main__ as program
-from services.verifier.step import Item, Outcome, StepRunner
+from services.verifier.outcomes import Outcome
+from services.verifier.step import Item, StepRunner
 
 _run = StepRunner.run
 

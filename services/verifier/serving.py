@@ -21,9 +21,11 @@ from services.verifier.config import VerifierConfig
 from services.verifier.desk import Desk, Dropped
 from services.verifier.gathering import Gathering
 from services.verifier.intake import Arrival, Intake
+from services.verifier.outcomes import Broken, Prefilled, Sampled
 from services.verifier.sessions import Session, Stream
 from services.verifier.sharing import PrefixSharing
-from services.verifier.step import Broken, Prefilled, Sampled, StepRunner
+from services.verifier.step import StepRunner
+from services.verifier.walks import Walks
 
 _log = logging.getLogger("moot.verifier")
 
@@ -61,7 +63,7 @@ class Serving:
         self.sharing = PrefixSharing(config.prefix_cache_tokens, config.prefix_block_tokens)
         sampler = Sampler(info.vocab_size, info.end_token_ids)
         batch_sampler = BatchSampler(sampler) if samples_at_once(runner) else None
-        self.steps = StepRunner(runner, sampler, progress, batch_sampler)
+        self.steps = StepRunner(runner, Walks(sampler, progress, batch_sampler), progress)
         self._pool = runner.pool
         self._desk = Desk(info, config.max_draft_tokens, config.max_message_bytes, runner.new_cache)
         self._intake = intake

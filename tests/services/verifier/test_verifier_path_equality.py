@@ -16,7 +16,8 @@ from moot.model.runner import ModelRunner
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
 from services.verifier.sessions import Session, Work
-from services.verifier.step import StepRunner, row_of_nodes
+from services.verifier.step import StepRunner
+from services.verifier.walks import Walks, row_of_nodes
 
 NUM_CASES = int(os.environ.get("MOOT_CASES", "10000"))
 MAX_K = 8
@@ -57,11 +58,11 @@ def wrong_rule(
     token_of: Callable[[Draft, int, int, object], int] = lambda draft, node, token, row: token,
     ends: Callable[[bool, bool], bool] = lambda is_end, _: is_end,
     more: int = 0,
-) -> type[StepRunner]:
-    """A step runner whose walk differs from the real one in one place."""
+) -> type[Walks]:
+    """Walks that differ from the real one in one place."""
 
-    class Mutant(StepRunner):
-        def sample(self, session: Session, work: Work, logits: object) -> tuple[Walk, list[int]]:
+    class Mutant(Walks):
+        def walk(self, session: Session, work: Work, logits: object) -> tuple[Walk, list[int]]:
             row_of, draft = row_of_nodes(work), work.draft
             parents = set(draft.parents)
             rows: list[int] = []
@@ -127,20 +128,23 @@ def suite(loaded_model: Callable[..., LoadedModel]) -> Suite:
     return make_suite(engine, range(20_000, 20_080))
 
 
-def compare_with(engine: Engine, rule: type[StepRunner], suite: Suite) -> list[int]:
-    steps = engine.serving.steps
-    engine.serving.steps = rule(steps._runner, steps._sampler, steps._progress)
+def compare_with(
+    engine: Engine, suite: Suite, walks: type[Walks] = Walks, steps: type[StepRunner] = StepRunner
+) -> list[int]:
+    real = engine.serving.steps
+    made = walks(real.walks._sampler, real.walks._progress)
+    engine.serving.steps = steps(real._runner, made, real._progress)
     try:
         return suite.compare(engine, mischief=False)[0]
     finally:
-        engine.serving.steps = steps
+        engine.serving.steps = real
 
 
 @pytest.mark.parametrize("name", WRONG_RULES)
 def test_a_wrong_rule_is_noticed(make_engine: MakeEngine, suite: Suite, name: str) -> None:
     """Each wrong rule of the walk makes some case part from plain decoding; the right one, none."""
     engine = make_engine()
-    wrong = compare_with(engine, WRONG_RULES[name], suite)
+    wrong = compare_with(engine, suite, walks=WRONG_RULES[name])
     assert bool(wrong) == (name != "nothing wrong")
 
 
@@ -206,4 +210,4 @@ class RowsMixedUp(StepRunner):
 def test_wrong_state_after_a_round_is_noticed(make_engine: MakeEngine, suite: Suite, rule: type[StepRunner]) -> None:
     """A cache or history that holds rejected tokens, or another request's row, makes some case part."""
     engine = make_engine()
-    assert compare_with(engine, rule, suite)
+    assert compare_with(engine, suite, steps=rule)

@@ -1,0 +1,133 @@
+"""The sample-and-match walk of each request of a step, over the rows of its logits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moot.core.acceptance import Walk, walk
+from moot.core.errors import RequestPoisoned
+from moot.core.types import ROOT, TokenLogprobs
+from moot.model.batch_sampler import BatchSampler, Drawn, RowSpec
+from moot.model.sampler import Sampler
+from services.verifier.candidates import likeliest
+from services.verifier.outcomes import DeviceLost
+from services.verifier.sessions import Session, Work
+
+_log = logging.getLogger("moot.verifier")
+
+
+class Walks:
+    """With a `batch_sampler` all rows of a step are drawn at once, before the walks, and fetched in one piece; without
+    one, rows are drawn as the walks ask for them, so that those off the accepted path cost nothing.
+
+    Rows of a request's logits, [1 + fed nodes, vocab], are as `row_of_nodes` numbers them.
+    """
+
+    def __init__(
+        self, sampler: Sampler, progress: Callable[[], None], batch_sampler: BatchSampler | None = None
+    ) -> None:
+        self._sampler = sampler
+        self._progress = progress
+        self._batch_sampler = batch_sampler
+        self._drawn: dict[int, list[Drawn]] = {}
+        """What was drawn at once in this step, by session: one entry per row of its logits."""
+
+    def draw(self, results: Sequence[tuple[Session, Work, Tensor]]) -> None:
+        """A step begins whose walks are to go over these logits. Raises DeviceLost only.
+
+        Nothing is drawn yet without a batch sampler, or where it fails, whoever's fault it is.
+        """
+        self._drawn = {}
+        if self._batch_sampler is None or not results:
+            return
+        try:
+            specs = [_row_specs(session, work, self._sampler.vocab_size) for session, work, _ in results]
+            logits = torch.cat([rows for _, _, rows in results])
+            drawn = iter(self._batch_sampler.draw(logits, [spec for own in specs for spec in own]))
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error)) from error
+        except Exception as error:  # noqa: BLE001 - drawn row by row, it fails for the request that causes it
+            _log.warning("rows are drawn one by one", exc_info=error)
+            return
+        for (session, _, _), own in zip(results, specs, strict=True):
+            self._drawn[session.arrival] = [next(drawn) for _ in own]
+
+    def forget(self, session: Session) -> None:
+        """Its logits are others than those that `draw` got."""
+        self._drawn.pop(session.arrival, None)
+
+    def walk(self, session: Session, work: Work, logits: Tensor) -> tuple[Walk, list[int]]:
+        """The walk through the draft, and the row that each output token was sampled from. Raises RequestPoisoned."""
+        row_of = row_of_nodes(work)
+        params, sampler = session.params, self._sampler
+        known: list[int | None] | None = None
+        if drawn := self._drawn.get(session.arrival):
+            known = [one.token_id for one in drawn]
+        elif not sampler.needs_row(params, session.num_output_tokens):
+            known = sampler.greedy_rows(logits)
+        rows: list[int] = []
+
+        def token_at(node: int, path: tuple[int, ...]) -> int:
+            row = row_of[node]
+            rows.append(row)
+            self._progress()
+            if known is None:
+                position = session.length + len(path)
+                return sampler.sample(logits[row], params, position, session.history.with_path(path))
+            token = known[row]
+            if token is None:
+                raise RequestPoisoned("the model's logits are not finite")
+            return token
+
+        def is_end(token: int, _: int) -> bool:
+            # min_tokens needs no rule here: before it the sampler masks these ids.
+            return token in session.ending_token_ids
+
+        return walk(work.draft, token_at, is_end, session.max_new), rows
+
+    def logprobs(
+        self, session: Session, logits: Tensor, rows: Sequence[int], token_ids: Sequence[int]
+    ) -> tuple[TokenLogprobs, ...]:
+        """Of `token_ids`, sampled from `rows`; empty where the request asks for none."""
+        num_top = session.params.logprobs
+        if num_top is None:
+            return ()
+        if drawn := self._drawn.get(session.arrival):
+            return tuple(entry for row in rows if (entry := drawn[row].logprobs) is not None)
+        pairs = zip(rows, token_ids, strict=True)
+        return tuple(self._sampler.logprobs(logits[row], token_id, num_top) for row, token_id in pairs)
+
+    def top_candidates(self, session: Session, logits: Tensor, rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The likeliest ids of each of `rows`; empty where the request asks for none."""
+        width = min(session.num_top_candidates, self._sampler.vocab_size)
+        if not width or not rows:
+            return ()
+        if drawn := self._drawn.get(session.arrival):
+            return tuple(drawn[row].candidates for row in rows)
+        return tuple(likeliest(logits[list(rows), : self._sampler.vocab_size], width))
+
+
+def row_of_nodes(work: Work) -> dict[int, int]:
+    """Row of the logits by draft node: row 0 follows the prefix."""
+    return {ROOT: 0} | {node: row for row, node in enumerate(work.fed_nodes, start=1)}
+
+
+def _row_specs(session: Session, work: Work, vocab_size: int) -> list[RowSpec]:
+    """How each row of the logits is drawn, as `row_of_nodes` numbers them."""
+    paths: dict[int, tuple[int, ...]] = {ROOT: ()}
+    for node in work.fed_nodes:
+        paths[node] = (*paths[work.draft.parents[node]], work.draft.token_ids[node])
+    return [
+        RowSpec(
+            session.params,
+            session.length + len(path),
+            session.history.with_path(path),
+            session.params.logprobs,
+            min(session.num_top_candidates, vocab_size),
+        )
+        for path in paths.values()
+    ]
