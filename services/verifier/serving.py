@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moot.core.gathering import Gathering
 from moot.core.scheduler import Batch, Limits, Scheduler
 from moot.core.types import ModelInfo, Verification
 from moot.metrics import Metrics
@@ -19,7 +20,6 @@ from moot.model.sampler import Sampler
 from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finish, Open, Opened, Verified, Verify
 from services.verifier.config import VerifierConfig
 from services.verifier.desk import Desk, Dropped
-from services.verifier.gathering import Gathering
 from services.verifier.intake import Arrival, Intake
 from services.verifier.outcomes import Broken, Prefilled, Sampled
 from services.verifier.sessions import Session, Stream

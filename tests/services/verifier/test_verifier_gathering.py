@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verifier_driver import MakeEngine
 
+from moot.core.gathering import Gathering
 from moot.core.types import SamplingParams
-from services.verifier.gathering import Gathering
 from services.verifier.local import LocalSession
 from services.verifier.step import StepRunner
 
