@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moot.model.kv import SequenceCache
+from moot.model.load import load_model
 from moot.model.placement import DTYPES
 from moot.model.runner import ModelRunner, SequenceInput
 
@@ -47,6 +48,30 @@ def run_chunks(runner: ModelRunner, token_ids: Sequence[int], sizes: Sequence[in
     return torch.cat(logits), cache
 
 
+def path_to(node: int, parents: Sequence[int]) -> list[int]:
+    """Nodes of a tree from its root's child to `node`."""
+    path = [node]
+    while parents[path[0]] != -1:
+        path.insert(0, parents[path[0]])
+    return path
+
+
 def distance(ours: Tensor, plain: Tensor) -> float:
     """Largest difference, relative to the largest logit."""
     return ((ours - plain).abs().max() / plain.abs().max()).item()
+
+
+def plain_and_half(path: Path, token_ids: Sequence[int]) -> tuple[Tensor, float]:
+    """The model's logits in float64, and how far (norm) transformers' own bfloat16 pass is from them."""
+    truth = plain_logits(plain_model(path, "float64"), token_ids)
+    return truth, (plain_logits(plain_model(path, "bfloat16"), token_ids) - truth).norm().item()
+
+
+def assert_is_the_plain_pass(path: Path) -> None:
+    """In deterministic mode and float64: transformers' own logits, and the same bits whatever the chunks."""
+    token_ids = random_ids(90)
+    runner = ModelRunner(load_model(path, dtype="float64"), 1024, True)
+    logits, _ = run_chunks(runner, token_ids, [50, 3, 1])
+    assert distance(logits, plain_logits(plain_model(path, "float64"), token_ids)) < 1e-12
+    whole, _ = run_chunks(runner, token_ids, [])
+    assert torch.equal(logits, whole)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from driving import distance, plain_logits, plain_model, random_ids, run_chunks
+from driving import distance, plain_and_half, plain_logits, plain_model, random_ids, run_chunks
 from torch import Tensor
 
 from moot.core.errors import ConfigError
@@ -19,19 +18,14 @@ from moot.model.load import load_model
 from moot.model.runner import ModelRunner, SequenceInput
 from moot.model.tiny import FAMILIES, make_tiny_model
 
-pytestmark = pytest.mark.skipif(
-    not products.can_pack(torch.bfloat16, torch.device("cpu")), reason="this CPU has no bfloat16 products of oneDNN"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not products.can_pack(torch.bfloat16, torch.device("cpu")), reason="this CPU has no bfloat16 products of oneDNN"
+    ),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 KNOWN = ("llama", "qwen2", "qwen3", "mistral", "phi3")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,8 +64,7 @@ def test_as_near_to_the_truth_as_the_model_itself(
     """
     path = make_tiny_model(tmp_path, family, layers=4, dtype=torch.bfloat16, **config)
     token_ids = random_ids(530)
-    truth = plain_logits(plain_model(path, "float64"), token_ids)
-    theirs = (plain_logits(plain_model(path, "bfloat16"), token_ids) - truth).norm()
+    truth, theirs = plain_and_half(path, token_ids)
     loaded = load_model(path, dtype="bfloat16")
     assert loaded.decoder is not None
     logits, _ = run_chunks(ModelRunner(loaded, 1024, deterministic), token_ids, [1, 2, 40, 460, 5, 9])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from driving import distance, plain_logits, plain_model, random_ids, run_chunks
+from driving import assert_is_the_plain_pass, random_ids
 
 from moot.model.load import load_model
 from moot.model.runner import ModelRunner, SequenceInput
@@ -28,13 +28,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("family", "config"), CASES)
 def test_what_a_family_has_of_its_own_is_computed(tmp_path: Path, family: str, config: dict[str, Any]) -> None:
     """Logits are those of transformers' own pass, and the same bits whatever the chunks."""
-    path = make_tiny_model(tmp_path, family, **config)
-    token_ids = random_ids(90)
-    runner = ModelRunner(load_model(path, dtype="float64"), 1024, True)
-    logits, _ = run_chunks(runner, token_ids, [50, 3, 1])
-    assert distance(logits, plain_logits(plain_model(path, "float64"), token_ids)) < 1e-12
-    whole, _ = run_chunks(runner, token_ids, [])
-    assert torch.equal(logits, whole)
+    assert_is_the_plain_pass(make_tiny_model(tmp_path, family, **config))
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "phi3"])

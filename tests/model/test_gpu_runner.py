@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from driving import distance, plain_logits, plain_model, random_ids, run_chunks
+from driving import distance, path_to, plain_logits, plain_model, random_ids, run_chunks
 
 from moot.core.errors import ContextLengthExceeded, ModelRefused, NoCapacity
 from moot.model.gpu.pool import PagedCache
@@ -17,16 +16,10 @@ from moot.model.load import LoadedModel, load_model
 from moot.model.runner import ModelRunner, SequenceInput
 from moot.model.tiny import make_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CLOSE = 1e-5
 """The root-mean-square norms of transformers compute in float32, whatever the model's own format."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +63,7 @@ def test_every_path_of_a_tree_is_a_chain(loaded: LoadedModel, length: int) -> No
     (logits,) = runner.forward([SequenceInput(cache, ids, parents, range(len(ids)))])
     straight = run_chunks(runner, text, [])[1]
     for node in range(len(ids)):
-        path = [node]
-        while parents[path[0]] != -1:
-            path.insert(0, parents[path[0]])
+        path = path_to(node, parents)
         (chain,) = runner.forward([SequenceInput(straight, [ids[one] for one in path], None, [len(path) - 1])])
         straight.commit(())
         assert distance(logits[node], chain[0]) < 1e-12
@@ -107,10 +98,7 @@ def test_rounds_of_many_requests(path: Path, loaded: LoadedModel) -> None:
             is_tree = (index + round_index) % 2 == 0
             parents = [-1, *(draw.randrange(node) if is_tree else node - 1 for node in range(1, count))]
             ids = [texts[index][-1], *(draw.randrange(259) for _ in range(count - 1))]
-            path = [draw.randrange(count)]
-            while parents[path[0]] != -1:
-                path.insert(0, parents[path[0]])
-            paths.append(path)
+            paths.append(path_to(draw.randrange(count), parents))
             inputs.append(SequenceInput(cache, ids, parents, range(count)))
         for index, logits in enumerate(runner.forward(inputs)):
             ids, kept = inputs[index].token_ids, paths[index]

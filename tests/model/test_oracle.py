@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from driving import distance, plain_logits, plain_model, random_ids, run_chunks
+from driving import (
+    assert_is_the_plain_pass,
+    distance,
+    plain_and_half,
+    plain_logits,
+    plain_model,
+    random_ids,
+    run_chunks,
+)
 
 from moot.model.load import load_model
 from moot.model.runner import ModelRunner, SequenceInput
 from moot.model.tiny import FAMILIES, make_tiny_model
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 BOUNDS = {"float32": 5e-6, "float64": 1e-12}
@@ -72,20 +71,13 @@ AWKWARD: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("family", "config"), AWKWARD)
 def test_unusual_shapes_and_windows(tmp_path: Path, family: str, config: dict[str, Any]) -> None:
     """Odd widths, one KV head, biases, scaled positions and sliding windows are computed, not approximated."""
-    path = make_tiny_model(tmp_path, family, **config)
-    token_ids = random_ids(90)
-    runner = ModelRunner(load_model(path, dtype="float64"), 1024, True)
-    logits, _ = run_chunks(runner, token_ids, [50, 3, 1])
-    assert distance(logits, plain_logits(plain_model(path, "float64"), token_ids)) < 1e-12
-    whole, _ = run_chunks(runner, token_ids, [])
-    assert torch.equal(logits, whole)
+    assert_is_the_plain_pass(make_tiny_model(tmp_path, family, **config))
 
 
 def test_half_precision_stays_near(tmp_path: Path) -> None:
     """In bfloat16 the runner is as near to the float32 truth as transformers' own pass is (within a factor of 1.5)."""
     path = make_tiny_model(tmp_path, "llama", layers=4)
     token_ids = random_ids(100)
-    truth = plain_logits(plain_model(path, "float64"), token_ids)
-    theirs = (plain_logits(plain_model(path, "bfloat16"), token_ids) - truth).norm()
+    truth, theirs = plain_and_half(path, token_ids)
     logits, _ = run_chunks(ModelRunner(load_model(path, dtype="bfloat16"), 1024, True), token_ids, [7, 1, 50])
     assert (logits - truth).norm() < 1.5 * theirs
