@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from api import assert_refused, choice_of, post
-from conftest import HOSTILE_DRAFTERS
 from looping_model import greedy_ids
 from processes import eventually
+from shared_systems import HOSTILE_DRAFTERS
 from whole_system import System
 
 HA = list(b" ha ha ha")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from api import COMPLETIONS, choice_of, events, ids_of, post, streaming, whole
 from asking import Ask
-from conftest import NARROW_BYTES, Looping, Scripted
 from looping_model import END_ID, ENDING, greedy_ids
 from processes import LOOPBACK, Process, eventually
 from prometheus_client.parser import text_string_to_metric_families
+from shared_systems import NARROW_BYTES, Looping, Scripted
 from whole_system import System
 
 from moot.core.types import SamplingParams

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 from api import CHAT, COMPLETIONS, assert_refused, choice_of, events, post, url_of
-from conftest import Looping
 from looping_model import greedy_ids
+from shared_systems import Looping
 
 PROMPT = list(b" ha ha")
 GOOD = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}

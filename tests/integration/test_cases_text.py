@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from api import CHAT, assert_same, choice_of, events, ids_of, text_of, whole
-from conftest import VOTES, Looping, Voting
 from looping_model import CYCLES, END_ID, ENDING, LETTERS, greedy_ids
 from processes import Process
+from shared_systems import VOTES, Looping, Voting
 from whole_system import System
 
 GREEDY = {"temperature": 0}

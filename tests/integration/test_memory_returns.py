@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from asking import Ask
-from conftest import FIXED
+from shared_systems import FIXED
 from whole_system import System, running
 
 from moot.model.tiny import make_tiny_model

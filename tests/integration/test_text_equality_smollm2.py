@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from api import CHAT, choice_of
-from conftest import FIXED, IN_PROCESS
+from shared_systems import FIXED, IN_PROCESS
 from whole_system import System, running
 
 from moot.model.prepare import SMOLLM2, cache_dir, prepare
