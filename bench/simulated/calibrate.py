@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import queue
 import statistics
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from bench.router_round import cpu_seconds, samples
+from bench.router_round import cpu_seconds, samples, scrape
 from bench.simulated.recorded import Recording
 from moot.client import Answer, Client
 from moot.commands.system import System
@@ -125,64 +125,93 @@ async def record(port: int, prompts: Sequence[Sequence[int]], max_tokens: int) -
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """`seconds[n]`: (rows of the step, seconds) for n requests; `hop_s`: one way of the wire, both ends' work included
-    but the driver's own."""
+    """`seconds[n]`: (rows of the step, seconds) for n requests whose prefixes are empty, `context_token_s` for each
+    token of them; `hop_s`: one way of the wire, both ends' work included but the driver's own."""
 
     seconds: dict[int, list[tuple[float, float]]]
     prefill_token_s: float
+    context_token_s: float
     hop_s: float
 
 
+class Steps:
+    """Steps on a verifier with nothing else to do."""
+
+    def __init__(self, direct: DirectVerifier, repetitions: int) -> None:
+        self._direct = direct
+        self._repetitions = repetitions
+        self.hops: list[float] = []
+
+    async def times(self, prompts: Sequence[Sequence[int]], widths: Sequence[int]) -> list[float]:
+        """Medians, in seconds, of steps of one request per prompt with so many rows each; NaN where no step had all."""
+        answers = await self._direct.open(prompts, 2000, ignore_eos=True)
+        sessions = list(answers)
+        found = [await self._time(sessions, width) for width in widths]
+        self._direct.abort(sessions)
+        return found
+
+    async def _time(self, sessions: Sequence[int], width: int) -> float:
+        times: list[float] = []
+        for number in range(self._repetitions + 1):
+            drafts = {
+                session: Draft.chain(tuple((31 * index + number + 7 * session) % 40_000 for index in range(width - 1)))
+                for session in sessions
+            }
+            begin, cpu = time.perf_counter(), time.process_time()
+            found = await self._direct.verify(drafts)
+            took, cpu = time.perf_counter() - begin, time.process_time() - cpu
+            steps = [one for one in found.values() if one.batch_requests == len(sessions)]
+            if len(steps) == len(sessions) and number:
+                forward_s = steps[0].forward_us * 1e-6
+                times.append(forward_s)
+                if len(sessions) == 1:
+                    self.hops.append(max(took - forward_s - cpu, 0.0) / 2)
+        return statistics.median(times) if times else math.nan
+
+    async def first_s(self, token_ids: Sequence[int]) -> float:
+        """Of the step that reads a prompt no longer than a chunk."""
+        (opened,) = (await self._direct.open([token_ids], 10, ignore_eos=True)).items()
+        self._direct.abort([opened[0]])
+        return opened[1].forward_us * 1e-6
+
+
 async def step_table(
-    port: int, prompts: Sequence[Sequence[int]], requests: Sequence[int], rows: Sequence[int], repetitions: int
+    port: int, prompts: Sequence[Sequence[int]], requests: Sequence[int], widths: Sequence[int], repetitions: int
 ) -> StepTable:
-    """Steps of so many requests with so many rows each, on a verifier with nothing else to do."""
+    """Steps of so many requests with so many rows each."""
     direct = DirectVerifier(port)
-    hops: list[float] = []
-    table: dict[int, list[tuple[float, float]]] = {}
     try:
+        steps = Steps(direct, repetitions)
+        ordered = sorted(prompts, key=len)
+        count = max(len(ordered) // 2, 1)
+        short, long = ordered[:count], ordered[-count:]
+        more = sum(map(len, long)) - sum(map(len, short))
+        (short_s,), (long_s,) = await steps.times(short, widths[1:2]), await steps.times(long, widths[1:2])
+        context_token_s = max(long_s - short_s, 0.0) / more if more else 0.0
+        table = {}
         for count in requests:
             chosen = [prompts[index % len(prompts)] for index in range(count)]
-            answers = await direct.open(chosen, 2000, ignore_eos=True)
-            sessions = list(answers)
-            points: list[tuple[float, float]] = []
-            for width in rows:
-                times: list[float] = []
-                for number in range(repetitions + 1):
-                    drafts = {
-                        session: Draft.chain(
-                            tuple((31 * index + number + 7 * session) % 40_000 for index in range(width - 1))
-                        )
-                        for session in sessions
-                    }
-                    begin, cpu = time.perf_counter(), time.process_time()
-                    found = await direct.verify(drafts)
-                    took, cpu = time.perf_counter() - begin, time.process_time() - cpu
-                    steps = [one for one in found.values() if one.batch_requests == count]
-                    if len(steps) == count and number:
-                        times.append(steps[0].forward_us * 1e-6)
-                        if count == 1:
-                            hops.append(max(took - steps[0].forward_us * 1e-6 - cpu, 0.0) / 2)
-                if times:
-                    points.append((float(count * width), statistics.median(times)))
-            direct.abort(sessions)
-            table[count] = points
+            context_s = context_token_s * sum(map(len, chosen))
+            times = await steps.times(chosen, widths)
+            table[count] = [
+                (float(count * width), max(taken - context_s, taken / 2))
+                for width, taken in zip(widths, times, strict=True)
+                if not math.isnan(taken)
+            ]
         # Ids that no cache holds.
         fresh = [(17 * index + 3) % 40_000 for index in range(257)]
-        opened = await direct.open([fresh[:33]], 10, ignore_eos=True)
-        longer = await direct.open([fresh[1:]], 10, ignore_eos=True)
-        short_s, long_s = (next(iter(one.values())).forward_us * 1e-6 for one in (opened, longer))
-        base = table[min(table)][0][1]
-        direct.abort([*opened, *longer])
+        few_s, many_s = await steps.first_s(fresh[:33]), await steps.first_s(fresh[1:])
     finally:
         await direct.close()
-    prefill = max((long_s - base) / 256, (short_s - base) / 33, 0.0)
-    return StepTable(table, prefill, statistics.median(hops))
+    prefill_token_s = max((many_s - few_s) / (256 - 33), 0.0)
+    return StepTable(table, prefill_token_s, context_token_s, statistics.median(steps.hops))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`concurrency` streams over some prompts. CPU in seconds, of each process, over the run."""
+    """`concurrency` streams over some prompts. CPU in seconds, of each process, over the run. Steps, the requests in
+    them and the tokens in them as the verifier counts; `draft_s`, `verify_s`: what rounds waited for, summed;
+    `drafted`: rounds that asked the drafters, for `asked_tokens` together."""
 
     tokens: int
     elapsed_s: float
@@ -190,10 +219,30 @@ class Run:
     cpu_s: dict[str, float]
     forward_s: float
     steps: float
+    step_requests: float
+    step_tokens: float
+    draft_s: float
+    verify_s: float
+    drafted: float
+    asked_tokens: float
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.elapsed_s
+
+    @property
+    def step_s(self) -> float:
+        """Of one forward pass, mean."""
+        return self.forward_s / max(self.steps, 1)
+
+
+def total(runs: Sequence[Run]) -> Run:
+    """One after the other. Raises ValueError without runs."""
+    if not runs:
+        raise ValueError("nothing was run")
+    cpu = {name: sum(run.cpu_s.get(name, 0.0) for run in runs) for name in runs[0].cpu_s}
+    sums = {field.name: sum(getattr(run, field.name) for run in runs) for field in fields(Run) if field.name != "cpu_s"}
+    return Run(cpu_s=cpu, **sums)
 
 
 def run_load(system: System, model: str, prompts: Sequence[str], concurrency: int, max_tokens: int) -> Run:
@@ -233,6 +282,8 @@ def run_load(system: System, model: str, prompts: Sequence[str], concurrency: in
         processes["store"] = store
     metrics_port = system.router.facts["metrics_port"]
     verifier_port = system.verifier.facts["metrics_port"]
+    idle = "moot_speculation_length_bucket", "", "0.0"
+    undrafted = -scrape(metrics_port).get(idle, 0.0)
     before = samples(metrics_port), samples(verifier_port)
     cpu = {name: cpu_seconds(child.process.pid) for name, child in processes.items()}
     own = time.process_time()
@@ -248,6 +299,7 @@ def run_load(system: System, model: str, prompts: Sequence[str], concurrency: in
     if failures:
         raise failures[0]
     after = samples(metrics_port), samples(verifier_port)
+    undrafted += scrape(metrics_port)[idle]
 
     def moved(which: int, name: str) -> float:
         return after[which][name] - before[which].get(name, 0.0)
@@ -259,8 +311,44 @@ def run_load(system: System, model: str, prompts: Sequence[str], concurrency: in
         spent,
         moved(1, "moot_forward_seconds_sum"),
         moved(1, "moot_forward_seconds_count"),
+        moved(1, "moot_verify_batch_size_sum"),
+        moved(1, "moot_verify_batch_tokens_sum"),
+        moved(0, "moot_round_duration_seconds_sumdraft"),
+        moved(0, "moot_round_duration_seconds_sumverify"),
+        moved(0, "moot_speculation_length_count") - undrafted,
+        moved(0, "moot_speculation_length_sum"),
     )
 
 
-def as_json(table: StepTable) -> object:
-    return json.loads(json.dumps({"seconds": table.seconds, "prefill": table.prefill_token_s, "hop": table.hop_s}))
+@dataclass(frozen=True, slots=True)
+class ProcessCosts:
+    """CPU seconds: of each process per round, of the router for asking on top of that, of a drafter per ask."""
+
+    round_s: dict[str, float]
+    ask_s: float
+    drafter_ask_s: dict[str, float]
+
+
+def process_costs(measured: Mapping[int, Sequence[Run]]) -> dict[int, ProcessCosts]:
+    """By concurrency. What asking costs the router is told by runs of one concurrency that asked more and less often:
+    the least-squares slope of CPU per round over the share of rounds that asked, one for all."""
+    top = bottom = 0.0
+    for runs in measured.values():
+        whole = total(runs)
+        share, mean = whole.drafted / whole.rounds, whole.cpu_s["router"] / whole.rounds
+        for run in runs:
+            away = run.drafted / run.rounds - share
+            top += run.rounds * away * (run.cpu_s["router"] / run.rounds - mean)
+            bottom += run.rounds * away * away
+    everything = total([run for runs in measured.values() for run in runs])
+    drafters = [name for name in everything.cpu_s if name.startswith("drafter-")]
+    drafter_ask_s = {name: everything.cpu_s[name] / max(everything.drafted, 1) for name in drafters}
+    found = {}
+    for concurrency, runs in measured.items():
+        whole = total(runs)
+        round_s = {name: seconds / whole.rounds for name, seconds in whole.cpu_s.items()}
+        share = whole.drafted / whole.rounds
+        ask_s = min(max(top / bottom, 0.0), round_s["router"]) if bottom else 0.0
+        round_s["router"] -= share * ask_s
+        found[concurrency] = ProcessCosts(round_s, ask_s, drafter_ask_s)
+    return found

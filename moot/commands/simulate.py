@@ -55,7 +55,9 @@ class SimulateConfig:
     shape: str = option("tree", help="what is verified of the proposals", choices=tuple(SHAPES))
     draft_ahead_tokens: int = option(0, help="tokens that an idle drafter goes on past its proposal")
     batching: str = option(
-        "ready", help="what a step takes: what is ready, all requests, or two halves in turns", choices=BATCHINGS
+        "gathered",
+        help="what a step takes: what is ready after a moment, what is ready, all, or two halves in turns",
+        choices=BATCHINGS,
     )
     fail_at_s: float | None = option(None, help="simulated seconds after which parts are lost; none: never")
     failed_drafters: float = option(0.0, help="part of the drafter replicas that is lost then, 0 to 1")

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of one verify step by its rows and its requests.
+    """Seconds of one verify step by its rows, its requests and the tokens that they attend to.
 
     `table`: number of requests to (rows, seconds), rows rising; between its points the cost is linear in both, and
-    beyond the last two it goes on as between them. `prefill_token_s` is added for each token of a prefill chunk.
+    beyond the last two it goes on as between them. Added are `prefill_token_s` for each token of a prefill chunk and
+    `context_token_s` for each token of the requests' prefixes.
     """
 
     table: Mapping[int, Sequence[tuple[float, float]]]
     prefill_token_s: float = 0.0
+    context_token_s: float = 0.0
     _counts: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -34,10 +36,11 @@ class StepCost:
     def stretched(self, factor: float) -> StepCost:
         """Every step takes `factor` times as long."""
         table = {count: [(rows, factor * cost) for rows, cost in points] for count, points in self.table.items()}
-        return StepCost(table, factor * self.prefill_token_s)
+        return StepCost(table, factor * self.prefill_token_s, factor * self.context_token_s)
 
-    def seconds(self, rows: int, requests: int, prefill_tokens: int = 0) -> float:
-        """Of a step with `rows` verified rows of `requests` requests, and a prefill chunk."""
+    def seconds(self, rows: int, requests: int, prefill_tokens: int = 0, context_tokens: int = 0) -> float:
+        """Of a step with `rows` verified rows of `requests` requests, whose prefixes are `context_tokens` together, and
+        a prefill chunk."""
         counts = self._counts
         index = bisect_left(counts, requests)
         if index == 0 or len(counts) == 1:
@@ -46,7 +49,7 @@ class StepCost:
             low, high = counts[min(index, len(counts) - 1) - 1], counts[min(index, len(counts) - 1)]
             first, second = _on_line(self.table[low], rows), _on_line(self.table[high], rows)
             cost = first + (second - first) * (requests - low) / (high - low)
-        return cost + prefill_tokens * self.prefill_token_s
+        return cost + prefill_tokens * self.prefill_token_s + context_tokens * self.context_token_s
 
 
 def _on_line(points: Sequence[tuple[float, float]], at: float) -> float:

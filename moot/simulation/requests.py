@@ -21,10 +21,12 @@ CONTEXT_LIMIT = 1 << 20
 @dataclass(frozen=True, slots=True)
 class RouterPlan:
     """`open_s`, `round_s`: CPU of a router for a request's opening and for a round, half of it before drafting and half
-    before verifying. `network_s`: one way between any two processes. The deadlines count from the asking."""
+    before verifying; `ask_s`: what a round that drafts costs more, half before asking and half after. `network_s`: one
+    way between any two processes. The deadlines count from the asking."""
 
     open_s: float = 0.001
     round_s: float = 0.00035
+    ask_s: float = 0.0
     network_s: float = 0.0002
     soft_deadline_s: float = 0.05
     hard_deadline_s: float = 0.25
@@ -39,7 +41,8 @@ class RouterPlan:
 
 @dataclass(slots=True)
 class Counts:
-    """Since the last reset. `lengths[k]`: rounds that asked for k tokens; `round_s`: durations of rounds, summed."""
+    """Since the last reset. `lengths[k]`: rounds that asked for k tokens; `round_s`, `draft_s`: durations of rounds and
+    of their drafting, summed."""
 
     lengths: dict[int, int]
     tokens: int = 0
@@ -49,6 +52,7 @@ class Counts:
     switches: int = 0
     finished: int = 0
     round_s: float = 0.0
+    draft_s: float = 0.0
     late: int = 0
     moves: int = 0
 
@@ -158,6 +162,7 @@ class Request:
         counts.drafted += len(result.draft)
         counts.accepted += advance.num_accepted
         counts.round_s += self._timeline.now - self._round_at
+        counts.draft_s += box.draft_s if box.plan.num_speculative_tokens else 0.0
 
     def _ask(self) -> None:
         plan = self._policy.plan(self._generation, CONTEXT_LIMIT)
@@ -170,13 +175,24 @@ class Request:
         asked = [(i, one) for i, one in enumerate(self._drafting) if one is not None] if length else []
         box.open = {number for number, _ in asked}
         position = len(self._generation.output_token_ids)
-        for number, session in asked:
-            self._send(partial(session.replica.ask, session, position, length, partial(box.answered, number)))
+
+        def put() -> None:
+            for number, session in asked:
+                self._send(partial(session.replica.ask, session, position, length, partial(box.answered, number)))
+
         if not asked:
             box.close()
         else:
+            self._work(self._plan.ask_s / 2, put)
             self._timeline.after(self._plan.soft_deadline_s, box.soft_deadline)
             self._timeline.after(self._plan.hard_deadline_s, box.close)
+
+    def _work(self, seconds: float, action: Callable[[], None]) -> None:
+        """CPU of the router; nothing waits in its queue for none."""
+        if seconds:
+            self._router.work(seconds, action)
+        else:
+            action()
 
     @property
     def plan(self) -> RouterPlan:
@@ -189,12 +205,16 @@ class Request:
     def collected(self, box: _Box) -> None:
         if box is self._box:
             self._counts.late += len(box.open)
-            self._router.work(self._plan.round_s / 2, partial(self._vote, box))
+            asking_s = self._plan.ask_s / 2 if box.plan.num_speculative_tokens else 0.0
+            self._work(asking_s, partial(self._close, box))
+
+    def _close(self, box: _Box) -> None:
+        box.draft_s = self._timeline.now - box.asked_at
+        self._router.work(self._plan.round_s / 2, partial(self._vote, box))
 
     def _vote(self, box: _Box) -> None:
         if box is not self._box:
             return
-        box.draft_s = self._timeline.now - box.asked_at if box.plan.num_speculative_tokens else 0.0
         box.result = self._policy.vote(box.plan, box.proposals)
         self._send(partial(self._verify, box, box.result.draft))
 

@@ -7,24 +7,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moot.core.acceptance import walk
+from moot.core.gathering import Gathering
 from moot.core.scheduler import Batch, Limits, Scheduler
 from moot.core.types import Draft, Verification
 from moot.simulation.costs import StepCost
 from moot.simulation.events import Action, Cores, Timeline
 from moot.simulation.texts import Text
 
-BATCHINGS = ("ready", "whole", "dual")
-"""`ready`: a step takes what is there when it begins (what the verifier does); `whole`: it waits for all of its
-requests; `dual`: for all of one half of them, the halves taking turns while the other half drafts."""
+BATCHINGS = ("gathered", "ready", "whole", "dual")
+"""`gathered`: a step waits a moment for requests that usually answer so soon (what the verifier does); `ready`: it
+takes what is there when it begins; `whole`: it waits for all of its requests; `dual`: for all of one half of them, the
+halves taking turns while the other half drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierPlan:
-    """`threads`: compute threads, where cores are shared. `noise`: each step takes up to so much more or less, as a
-    part of its time."""
+    """`gather_share`: part of a step's time that gathering may take. `threads`: compute threads, where cores are
+    shared. `noise`: each step takes up to so much more or less, as a part of its time."""
 
     cost: StepCost
-    batching: str = "ready"
+    batching: str = "gathered"
+    gather_share: float = 0.5
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     prefill_chunk_tokens: int = 256
@@ -87,6 +90,8 @@ class Verifier:
         )
         self._schedulers = [Scheduler[VerifySession](limits) for _ in range(groups)]
         self._members: list[dict[int, VerifySession]] = [{} for _ in range(groups)]
+        self._gathering = Gathering(plan.gather_share if plan.batching == "gathered" else 0.0)
+        self._wakes_at = 0.0
         self._random = random.Random(seed)
         self._turn = 0
         self._is_busy = False
@@ -95,6 +100,8 @@ class Verifier:
         self.busy_s = 0.0
         self.num_steps = 0
         self.num_rows = 0
+        self.num_verified = 0
+        """Requests that took part in steps, summed over the steps."""
 
     def open(self, text: Text, length: int, answer: Callable[[Verification], None]) -> VerifySession:
         """A session whose prefix is `length` tokens; `answer` gets each verification, the opening's first."""
@@ -108,12 +115,21 @@ class Verifier:
     def verify(self, session: VerifySession, draft: Draft) -> None:
         if self.is_alive:
             session.draft, session.has_work = draft, True
+            self._gathering.came(session.arrival, self._now_ns)
             self._submit(session)
 
     def close(self, session: VerifySession) -> None:
+        self._end(session)
+        self._step()
+
+    def _end(self, session: VerifySession) -> None:
         self._members[session.group].pop(session.arrival, None)
         self._schedulers[session.group].remove(session)
-        self._step()
+        self._gathering.ended(session.arrival)
+
+    @property
+    def _now_ns(self) -> int:
+        return round(self._timeline.now * 1e9)
 
     def die(self) -> list[VerifySession]:
         """Whatever it held is lost."""
@@ -128,7 +144,7 @@ class Verifier:
         self._step()
 
     def _step(self) -> None:
-        if self._is_busy or not self.is_alive:
+        if self._is_busy or not self.is_alive or self._gathers():
             return
         for _ in self._schedulers:
             group = self._turn
@@ -147,26 +163,39 @@ class Verifier:
         members = self._members[group].values()
         if not members:
             return False
-        if self._plan.batching == "ready":
+        if self._plan.batching in ("gathered", "ready"):
             return True
         # Prefill goes on meanwhile: nobody waits for whom nobody can verify yet.
         return all(session.has_work for session in members) or any(
             session.has_work and session.num_missing > 1 for session in members
         )
 
+    def _gathers(self) -> bool:
+        """Whether the next step still waits; then it is looked at again when the wait is over."""
+        left = self._gathering.seconds_left(self._now_ns)
+        if not left or not any(scheduler.has_work for scheduler in self._schedulers):
+            return False
+        ends_at = self._timeline.now + left
+        if not self._timeline.now < self._wakes_at <= ends_at:
+            self._wakes_at = ends_at
+            self._timeline.after(left, self._step)
+        return True
+
     def _run(self, batch: Batch[VerifySession]) -> None:
-        rows = requests = prefill = 0
+        rows = requests = prefill = context = 0
         for item in batch.items:
             if item.completes and item.num_prefix_tokens == 1:
                 rows += item.num_tokens
                 requests += 1
+                context += item.session.length
             else:
                 prefill += item.num_tokens
-        seconds = self._plan.cost.seconds(rows, requests, prefill)
+        seconds = self._plan.cost.seconds(rows, requests, prefill, context)
         if self._plan.noise:
             seconds *= self._random.uniform(1 - self._plan.noise, 1 + self._plan.noise)
         self.num_steps += 1
         self.num_rows += batch.num_tokens
+        self.num_verified += len(batch.items)
         self._is_busy = True
         # Now: a session's draft is gone once it is answered.
         step = _Step(batch, batch.num_tokens, self._timeline.now)
@@ -183,13 +212,19 @@ class Verifier:
         if not self.is_alive:
             return
         self.busy_s += self._timeline.now - step.begin
+        self._gathering.stepped(round((self._timeline.now - step.begin) * 1e9))
         for item in step.batch.items:
             session = item.session
             if session.arrival not in self._members[session.group]:
                 continue
             session.cached += item.num_prefix_tokens
             if item.completes:
-                session.answer(self._verification(session, step))
+                verification = self._verification(session, step)
+                session.answer(verification)
+                if verification.finish_reason is None:
+                    self._gathering.answered(session.arrival, self._now_ns)
+                else:
+                    self._end(session)
         self._step()
 
     def _verification(self, session: VerifySession, step: _Step) -> Verification:

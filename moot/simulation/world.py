@@ -44,7 +44,8 @@ class Scenario:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """`tokens_per_s` of the installation; utilisations are parts of the time, drafters' without drafting ahead;
-    `over_time`: (seconds, tokens/s) of each slice, warm-up included."""
+    `draft_ms`: from asking to the vote, mean of the rounds that drafted; `over_time`: (seconds, tokens/s) of each
+    slice, warm-up included."""
 
     tokens_per_s: float
     tokens_per_round: float
@@ -55,6 +56,8 @@ class Outcome:
     verifier_utilisation: float
     drafter_utilisation: float
     rows_per_step: float
+    requests_per_step: float
+    draft_ms: float
     late_per_round: float
     from_ahead: float
     num_steps: int
@@ -184,7 +187,7 @@ class World:
                 self._running[place][number] = request
                 request.move(self._verifiers[place])
 
-    def _busy(self) -> tuple[float, float, float, int, int, int, int]:
+    def _busy(self) -> tuple[float, float, float, int, int, int, int, int]:
         replicas = [replica for pool in self._pools for replica in pool.replicas]
         return (
             sum(router.busy_s for router in self._routers),
@@ -192,6 +195,7 @@ class World:
             sum(replica.busy_s for replica in replicas),
             sum(verifier.num_steps for verifier in self._verifiers),
             sum(verifier.num_rows for verifier in self._verifiers),
+            sum(verifier.num_verified for verifier in self._verifiers),
             sum(replica.num_asks for replica in replicas),
             sum(replica.num_from_ahead for replica in replicas),
         )
@@ -199,12 +203,12 @@ class World:
     def _outcome(
         self,
         elapsed: float,
-        base: tuple[float, float, float, int, int, int, int],
+        base: tuple[float, float, float, int, int, int, int, int],
         over_time: tuple[tuple[float, float], ...],
     ) -> Outcome:
         counts = self._counts
         router, verifier, drafter = (now - then for now, then in zip(self._busy()[:3], base[:3], strict=True))
-        steps, rows, asks, ahead = (now - then for now, then in zip(self._busy()[3:], base[3:], strict=True))
+        steps, rows, verified, asks, ahead = (now - then for now, then in zip(self._busy()[3:], base[3:], strict=True))
         rounds = max(counts.rounds, 1)
         asked = max(sum(counts.lengths.values()), 1)
         replicas = sum(plan.replicas for plan in self.scenario.pools)
@@ -218,6 +222,8 @@ class World:
             verifier_utilisation=verifier / elapsed / len(self._verifiers),
             drafter_utilisation=drafter / elapsed / max(replicas, 1),
             rows_per_step=rows / max(steps, 1),
+            requests_per_step=verified / max(steps, 1),
+            draft_ms=1e3 * counts.draft_s / max(asked - counts.lengths.get(0, 0), 1),
             late_per_round=counts.late / rounds,
             from_ahead=ahead / max(asks, 1),
             num_steps=steps,
