@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.driving.routers import cpu_seconds, load, scripted_system
 from bench.report import publish, spread
-from bench.router_round import cpu_seconds, load, scripted_system
 from moot.core.types import Draft, SamplingParams
 from moot.rpc import convert
 from moot.rpc.link import LinkConfig, open_channel

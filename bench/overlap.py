@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.driving.routers import MODEL, START_TIMEOUT_S, start_router
 from bench.intervals import Interval, interleaved
 from bench.report import publish
-from bench.router_round import START_TIMEOUT_S, wait_serving
 from moot.supervisor import Child, Supervisor
 from moot.testing.tokenizer import byte_tokenizer
 from moot.tokenizer import tokenizer_fingerprint
@@ -51,19 +51,9 @@ def start(supervisor: Supervisor, folder: Path, arguments: argparse.Namespace) -
     )
     supervisor.wait_ready([peers], START_TIMEOUT_S)
     named = ",".join(f"{name}={address}" for name, address in zip(names, peers.facts["drafters"], strict=True))
-    router = supervisor.service(
-        "router",
-        "router",
-        [
-            *("--model", str(folder / "tokenizer"), "--served-model-name", "scripted", "--port", "0"),
-            *("--grpc-port", "0", "--metrics-port", "0", "--verifiers", peers.facts["verifier"]),
-            *("--drafters", named, "--redis-url", "none", "--log-level", "warning"),
-            *("--num-speculative-tokens", "32", "--max-draft-tokens", "32", "--vote-soft-deadline-ms", "200"),
-        ],
-    )
-    supervisor.wait_ready([router], START_TIMEOUT_S)
-    wait_serving(router)
-    return router
+    flags = ["--model", str(folder / "tokenizer"), "--redis-url", "none", "--vote-soft-deadline-ms", "200"]
+    flags += ["--num-speculative-tokens", "32", "--max-draft-tokens", "32"]
+    return start_router(supervisor, peers.facts["verifier"], named, flags)
 
 
 def round_ms(router: Child, drafter: str, length: int, max_tokens: int) -> float:
@@ -77,7 +67,7 @@ def round_ms(router: Child, drafter: str, length: int, max_tokens: int) -> float
 def timed(router: Child, drafter: str, length: int, max_tokens: int) -> tuple[float, int]:
     """Seconds and rounds of one request."""
     body = {
-        "model": "scripted",
+        "model": MODEL,
         "prompt": f"what is asked {time.monotonic_ns()}",
         "max_tokens": max_tokens,
         "temperature": 0,

@@ -15,34 +15,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
-import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.driving.routers import cpu_seconds, load, scripted_system
 from bench.intervals import Interval
 from bench.report import publish
-from moot import embedded_store
 from moot.supervisor import Child, Supervisor
-from moot.testing.tokenizer import byte_tokenizer
-from moot.tokenizer import tokenizer_fingerprint
 
-START_TIMEOUT_S = 60.0
 STAGES = ("draft", "verify")
 TURNS = ("verify", "propose")
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, its threads included."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 Samples = dict[tuple[str, str, str], float]
@@ -85,32 +72,6 @@ def median_of(before: Samples, after: Samples, name: str, stage: str) -> float:
     return math.nan
 
 
-async def load(url: str, concurrency: int, tokens: int) -> None:
-    """`concurrency` streams at once, each `tokens` long."""
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-
-        async def one(index: int) -> None:
-            body = {
-                "model": "scripted",
-                "prompt": f"request {index} " * 10,
-                "max_tokens": tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "num_speculative_tokens": 4,
-            }
-            async with client.stream("POST", "/v1/completions", json=body) as response:
-                response.raise_for_status()
-                last = ""
-                async for chunk in response.aiter_raw():
-                    last = chunk[-20:].decode(errors="replace")
-                if "[DONE]" not in last:
-                    raise RuntimeError("a stream broke off")
-
-        await asyncio.gather(*(one(index) for index in range(concurrency)))
-
-
 def measure(router: Child, concurrency: int, tokens: int) -> dict[str, float]:
     before, cpu_before = scrape(router.facts["metrics_port"]), cpu_seconds(router.process.pid)
     begin = time.perf_counter()
@@ -125,35 +86,6 @@ def measure(router: Child, concurrency: int, tokens: int) -> dict[str, float]:
         found[f"turn_{stage}_ms"] = 1e3 * median_of(before, after, "moot_round_turn_seconds", stage)
     found["turns_ms"] = sum(found[f"turn_{stage}_ms"] for stage in TURNS)
     return found
-
-
-def scripted_system(
-    supervisor: Supervisor, folder: Path, num_drafters: int, step_ms: float = 0.0, more_flags: Sequence[str] = ()
-) -> Child:
-    """A real router, ready, before scripted peers and a store. `more_flags`: of the router."""
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(folder / "tokenizer")
-    flags = ["--fingerprint", tokenizer_fingerprint(tokenizer), "--drafters", str(num_drafters)]
-    flags += ["--step-ms", str(step_ms)]
-    peers = supervisor.spawn(
-        "peers", [sys.executable, "-m", "bench.scripted_peers", *flags, "--ready-file", "{ready_file}"]
-    )
-    store = supervisor.spawn("store", embedded_store.store_argv(folder), look=lambda: embedded_store.is_ready(folder))
-    supervisor.wait_ready([peers, store], START_TIMEOUT_S)
-    drafters = ",".join(f"d{index}={address}" for index, address in enumerate(peers.facts["drafters"]))
-    router = supervisor.service(
-        "router",
-        "router",
-        [
-            *("--model", str(folder / "tokenizer"), "--served-model-name", "scripted", "--port", "0"),
-            *("--grpc-port", "0", "--metrics-port", "0", "--verifiers", peers.facts["verifier"]),
-            *("--drafters", drafters, "--redis-url", embedded_store.store_url(folder), "--log-level", "warning"),
-            *more_flags,
-        ],
-    )
-    supervisor.wait_ready([router], START_TIMEOUT_S)
-    wait_serving(router)
-    return router
 
 
 COLUMNS = {
@@ -206,18 +138,6 @@ def draw(figure: Any, found: dict[int, list[dict[str, float]]]) -> None:
         axes.axhline(bound, linestyle=":", color="grey")
         axes.set(title=title, xlabel="requests at once")
         axes.set_ylim(bottom=0)
-
-
-def wait_serving(router: Child) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{router.port}/readyz", timeout=5):
-                return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from bench.driving.routers import cpu_seconds, load, scripted_system
 from bench.intervals import Interval, ratios
 from bench.report import publish
-from bench.router_round import cpu_seconds, load, scripted_system
 from moot.supervisor import Child, Supervisor
 
 _ROUNDS = re.compile(r'^moot_rounds_total(?:{worker="(\d+)"})? (\S+)$', re.MULTILINE)

@@ -20,9 +20,9 @@ from typing import Any
 
 import httpx
 
+from bench.driving.routers import MODEL, start_router
 from bench.intervals import Interval
 from bench.report import publish
-from bench.router_round import wait_serving
 from moot.supervisor import Child, Supervisor
 
 START_TIMEOUT_S = 90.0
@@ -62,25 +62,16 @@ def start(supervisor: Supervisor, folder: Path, arguments: argparse.Namespace) -
     ]
     supervisor.wait_ready([verifier, *drafters], START_TIMEOUT_S)
     named = ",".join(f"{child.name}=127.0.0.1:{child.port}" for child in drafters)
-    router = supervisor.service(
-        "router",
-        "router",
-        [
-            *("--model", str(arguments.model), "--served-model-name", "target", *own, "--grpc-port", "0"),
-            *("--verifiers", f"127.0.0.1:{verifier.port}", "--drafters", named, "--redis-url", "none"),
-            *("--vote-soft-deadline-ms", "500", "--vote-hard-deadline-ms", "1000", "--log-level", "warning"),
-        ],
-    )
-    supervisor.wait_ready([router], START_TIMEOUT_S)
-    wait_serving(router)
-    return router
+    flags = ["--model", str(arguments.model), "--redis-url", "none"]
+    flags += ["--vote-soft-deadline-ms", "500", "--vote-hard-deadline-ms", "1000"]
+    return start_router(supervisor, f"127.0.0.1:{verifier.port}", named, flags)
 
 
 async def load(router: Child, drafter: str, requests: int, tokens: int, length: int) -> None:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{router.port}", timeout=120) as client:
 
         async def one(index: int) -> None:
-            body = {"model": "target", "prompt": f"{index} A list of all the towns", "max_tokens": tokens}
+            body = {"model": MODEL, "prompt": f"{index} A list of all the towns", "max_tokens": tokens}
             body |= {"temperature": 0, "ignore_eos": True, "num_speculative_tokens": length, "drafters": [drafter]}
             (await client.post("/v1/completions", json=body)).raise_for_status()
 
