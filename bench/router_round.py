@@ -14,62 +14,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from bench.driving.routers import cpu_seconds, load, scripted_system
+from bench.driving.watched import gained, median_of, scrape
 from bench.intervals import Interval
 from bench.report import publish
 from moot.supervisor import Child, Supervisor
 
 STAGES = ("draft", "verify")
 TURNS = ("verify", "propose")
-
-
-Samples = dict[tuple[str, str, str], float]
-"""By name, label `stage` and label `le`; the labels are empty where a sample has none."""
-
-
-def scrape(port: int) -> Samples:
-    """Every sample of the router's metrics without other labels than these."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    return {
-        (sample.name, sample.labels.get("stage", ""), sample.labels.get("le", "")): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if set(sample.labels) <= {"stage", "le"}
-    }
-
-
-def samples(port: int) -> dict[str, float]:
-    """Every sample that is no bucket by its name, the label `stage` appended."""
-    return {name + stage: value for (name, stage, le), value in scrape(port).items() if not le}
-
-
-def gained(before: Samples, after: Samples, name: str, stage: str = "") -> float:
-    return after[name, stage, ""] - before.get((name, stage, ""), 0.0)
-
-
-def median_of(before: Samples, after: Samples, name: str, stage: str) -> float:
-    """The median of what a histogram gained, as if values lay evenly inside a bucket. NaN where it gained nothing."""
-    rows = [
-        (float(le), value - before.get(key, 0.0))
-        for key, value in after.items()
-        if (le := key[2]) and key[:2] == (name + "_bucket", stage)
-    ]
-    low, below, half = 0.0, 0.0, max((reached for _, reached in rows), default=0.0) / 2
-    for bound, reached in sorted(rows):
-        if reached >= half > 0:
-            return bound if math.isinf(bound) else low + (bound - low) * (half - below) / (reached - below)
-        low, below = bound, reached
-    return math.nan
 
 
 def measure(router: Child, concurrency: int, tokens: int) -> dict[str, float]:

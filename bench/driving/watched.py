@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from moot.commands.system import System
 
 
-def metrics_of(port: int) -> dict[tuple[str, str], float]:
-    """(name, `le` or the only other label's value, else empty) to value, of the process with this metrics port."""
+def _samples_of(port: int) -> list[Any]:
+    """Everything that the process with this metrics port shows."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
-    return {
-        (sample.name, ",".join(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def metrics_of(port: int) -> dict[tuple[str, str], float]:
+    """(name, `le` or the only other label's value, else empty) to value, of the process with this metrics port."""
+    return {(sample.name, ",".join(sample.labels.values())): sample.value for sample in _samples_of(port)}
 
 
 def lengths_asked(before: dict[tuple[str, str], float], after: dict[tuple[str, str], float]) -> dict[int, float]:
@@ -36,6 +39,43 @@ def lengths_asked(before: dict[tuple[str, str], float], after: dict[tuple[str, s
 
 def _label(samples: dict[tuple[str, str], float], bound: float) -> str:
     return next(label for key, label in samples if key == "moot_speculation_length_bucket" and float(label) == bound)
+
+
+Samples = dict[tuple[str, str, str], float]
+"""By name, label `stage` and label `le`; the labels are empty where a sample has none."""
+
+
+def scrape(port: int) -> Samples:
+    """Every sample of the router's metrics without other labels than these."""
+    return {
+        (sample.name, sample.labels.get("stage", ""), sample.labels.get("le", "")): sample.value
+        for sample in _samples_of(port)
+        if set(sample.labels) <= {"stage", "le"}
+    }
+
+
+def samples(port: int) -> dict[str, float]:
+    """Every sample that is no bucket by its name, the label `stage` appended."""
+    return {name + stage: value for (name, stage, le), value in scrape(port).items() if not le}
+
+
+def gained(before: Samples, after: Samples, name: str, stage: str = "") -> float:
+    return after[name, stage, ""] - before.get((name, stage, ""), 0.0)
+
+
+def median_of(before: Samples, after: Samples, name: str, stage: str) -> float:
+    """The median of what a histogram gained, as if values lay evenly inside a bucket. NaN where it gained nothing."""
+    rows = [
+        (float(le), value - before.get(key, 0.0))
+        for key, value in after.items()
+        if (le := key[2]) and key[:2] == (name + "_bucket", stage)
+    ]
+    low, below, half = 0.0, 0.0, max((reached for _, reached in rows), default=0.0) / 2
+    for bound, reached in sorted(rows):
+        if reached >= half > 0:
+            return bound if math.isinf(bound) else low + (bound - low) * (half - below) / (reached - below)
+        low, below = bound, reached
+    return math.nan
 
 
 def process_ids(system: System) -> dict[str, int]:

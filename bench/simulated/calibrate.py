@@ -11,7 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from bench.router_round import cpu_seconds, samples, scrape
+from bench.driving.routers import cpu_seconds
+from bench.driving.watched import samples, scrape
 from bench.simulated.recorded import Recording
 from moot.client import Answer, Client
 from moot.commands.system import System
