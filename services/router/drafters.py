@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
@@ -113,10 +113,8 @@ class DrafterLink(PeerLink[pb.DraftCommand]):
         self.context_limit = info.context_limit
         self._on_described(self.drafter_id, self.family)
 
-    def _open_stream(
-        self, channel: grpc.aio.Channel, frames: AsyncIterator[Any]
-    ) -> grpc.aio.StreamStreamCall[Any, Any]:
-        return drafter_service_pb2_grpc.DrafterServiceStub(channel).Draft(frames)
+    def _open_stream(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[Any, Any]:
+        return drafter_service_pb2_grpc.DrafterServiceStub(channel).Draft()
 
     def _frame(self, commands: list[pb.DraftCommand]) -> pb.DraftRequest:
         return pb.DraftRequest(commands=commands)

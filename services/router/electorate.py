@@ -166,10 +166,20 @@ class Voters:
         return self._loop.time() - self._asked_at
 
     def learn(
-        self, plan: Plan, result: VoteResult, advance: Advance, verification: Verification, draft_seconds: float
+        self,
+        plan: Plan,
+        result: VoteResult,
+        advance: Advance,
+        verification: Verification,
+        draft_seconds: float,
+        round_seconds: float,
     ) -> None:
+        """Both durations from asking the drafters: to the vote, and to the answer's commit."""
+        self._policy.learn(plan, result, advance, verification, draft_seconds, round_seconds)
+
+    def hear_inside(self, verification: Verification) -> None:
+        """What drafters inside the verifier propose for the next round has come with its answer."""
         self._inside = verification.proposals
-        self._policy.learn(plan, result, advance, verification, draft_seconds, self.draft_seconds)
 
     def forget_inside(self) -> None:
         """The request has moved: what drafters inside the old verifier proposed is of another place."""

@@ -17,9 +17,10 @@ import logging
 import random
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
@@ -27,6 +28,7 @@ from google.protobuf.message import Message
 
 from moot.core.errors import BodyTooLarge, PeerLost, PeerRefused
 from moot.rpc.frames import ITEM_OVERHEAD_BYTES, FrameQueue, FrameQueueFull
+from moot.rpc.handed import Handed
 from moot.rpc.link import STREAM_ERRORS, LinkConfig, open_channel
 from moot.tally import Tally
 
@@ -118,9 +120,7 @@ class PeerLink(ABC, Generic[CommandT]):
         """Ask what stands there and remember it. Raises PeerRefused when it must not be used."""
 
     @abstractmethod
-    def _open_stream(
-        self, channel: grpc.aio.Channel, frames: AsyncIterator[Any]
-    ) -> grpc.aio.StreamStreamCall[Any, Any]: ...
+    def _open_stream(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[Any, Any]: ...
 
     @abstractmethod
     def _frame(self, commands: list[CommandT]) -> Any:
@@ -210,13 +210,14 @@ class PeerLink(ABC, Generic[CommandT]):
             max_frame_bytes=self._policy.link.max_message_bytes,
             size_of=lambda queued: queued.num_bytes,
         )
-        call = self._open_stream(channel, self._write(queue))
+        call = self._open_stream(channel)
         self._queue, self._call = queue, call
+        writer = asyncio.create_task(self._write(call, queue), name=f"write {self.role} {self.address}")
         self._set_state(PeerState.READY)
         reason = "the peer ended the stream"
         loop = asyncio.get_running_loop()
         try:
-            async for response in call:
+            while (response := await call.read()) is not grpc.aio.EOF:
                 self.read_at = loop.time()
                 self._dispatch(response)
         except (*STREAM_ERRORS, PeerLost) as error:
@@ -228,16 +229,28 @@ class PeerLink(ABC, Generic[CommandT]):
         finally:
             if self._call is call:
                 self._close_stream(reason)
+            writer.cancel()
+            await asyncio.wait([writer])
 
-    async def _write(self, queue: FrameQueue[_Queued[CommandT]]) -> AsyncIterator[Any]:
-        loop = asyncio.get_running_loop()
-        while frame := await queue.next_frame():
-            yield self._frame([queued.command for queued in frame])
-            # Asked for the next one, gRPC has written the last.
-            written_at = loop.time()
-            for queued in frame:
-                if queued.since:
-                    self._turn.observe(written_at - queued.since)
+    async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any], queue: FrameQueue[_Queued[CommandT]]) -> None:
+        """Until the queue is closed. A stream that does not take a frame is given up."""
+        try:
+            while frame := await queue.next_frame():
+                message = self._frame([queued.command for queued in frame])
+                await Handed(call.write(message), partial(self._note_written, frame))
+            await call.done_writing()
+        except STREAM_ERRORS as error:
+            _log.debug("stream not written", extra={"address": self.address, "reason": type(error).__name__})
+            call.cancel()
+        except Exception:  # noqa: BLE001 - whatever it is, the stream must not look alive
+            _log.exception("stream not written", extra={"address": self.address})
+            call.cancel()
+
+    def _note_written(self, frame: list[_Queued[CommandT]]) -> None:
+        written_at = asyncio.get_running_loop().time()
+        for queued in frame:
+            if queued.since:
+                self._turn.observe(written_at - queued.since)
 
     def _close_stream(self, reason: str) -> None:
         call, queue, self._call, self._queue = self._call, self._queue, None, None

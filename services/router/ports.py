@@ -110,6 +110,11 @@ class BallotBox:
         return frozenset(self._awaited)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether somebody asked has not answered yet."""
+        return bool(self._awaited)
+
+    @property
     def num_asked(self) -> int:
         return self._num_asked
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 from moot.core.errors import DeadlineExceeded, MootError, NoCapacity, PeerError, StoreError
 from moot.core.generation import Generation
+from moot.core.policy import Plan
 from moot.core.types import FinishReason, Verification
 from moot.metrics import Metrics
 from services.router.counting import Known, RoundCounters
 from services.router.electorate import Electorate
-from services.router.ports import Prefix, Targets
+from services.router.ports import BallotBox, Prefix, Targets
 from services.router.spans import Span, SpanQueue
 from services.router.types import (
     DrafterMetrics,
@@ -180,6 +181,8 @@ class _Course:
         self._metrics = metrics
         self._counters = counters
         self._known: Known = {}
+        self._asked: tuple[Plan, BallotBox] | None = None
+        """What the next round has asked already."""
 
     async def run(self) -> None:
         """Ends the spans in every case, and frees drafters and verifier in every case."""
@@ -201,9 +204,8 @@ class _Course:
 
     async def _round(self) -> None:
         voters, target, generation = self._voters, self._target, self._generation
-        await target.room()
-        plan = voters.plan(generation, self._targets.context_limit, self._targets.max_draft_tokens)
-        box = voters.ask(plan)
+        plan, box = self._asked or await self._ask()
+        self._asked = None
         proposals = await voters.collect(box, plan, self._targets.vocab_size)
         draft_seconds = voters.draft_seconds
         result = voters.vote(plan, proposals)
@@ -215,11 +217,27 @@ class _Course:
         advance = generation.advance(
             verification, result.draft, proposals, result.winner_ids, delta.num_tokens_kept, delta.stopped
         )
-        voters.learn(plan, result, advance, verification, draft_seconds)
-        self._counters.count(result.draft, advance, generation, self._known)
-        self._counters.draft_seconds.observe(draft_seconds)
-        self._counters.verify_seconds.observe(voters.draft_seconds - draft_seconds)
+        round_seconds = voters.draft_seconds
+        voters.hear_inside(verification)
         await self._emit(verification, delta)
+        try:
+            if not generation.is_finished:
+                # Drafters work while the router learns; so K knows the rounds before this one.
+                self._asked = await self._ask()
+                if self._asked[1].is_waiting:
+                    await asyncio.sleep(0)  # let the questions be written first
+        finally:
+            voters.learn(plan, result, advance, verification, draft_seconds, round_seconds)
+            self._counters.count(result.draft, advance, generation, self._known)
+            self._counters.draft_seconds.observe(draft_seconds)
+            self._counters.verify_seconds.observe(round_seconds - draft_seconds)
+
+    async def _ask(self) -> tuple[Plan, BallotBox]:
+        """Plan a round and ask the drafters, as soon as there is room for its draft."""
+        voters = self._voters
+        await self._target.room()
+        plan = voters.plan(self._generation, self._targets.context_limit, self._targets.max_draft_tokens)
+        return plan, voters.ask(plan)
 
     async def _commit_opening(self, verification: Verification) -> None:
         """The first token, or the first one after a move. It is no round."""

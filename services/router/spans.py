@@ -44,7 +44,8 @@ class SpanQueue:
             finally:
                 self._writer = None
         self._spans.append(span)
-        _wake(self._reader)
+        # One turn later: the writer goes on to ask for the next round, whose questions are to be written first.
+        asyncio.get_running_loop().call_soon(_wake, self._reader)
 
     def end(self, error: BaseException | None = None) -> None:
         """Nothing more comes; `error` is raised to the reader after the spans that are there."""

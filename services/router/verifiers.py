@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,13 +177,11 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         self.facts = facts
         self.pool = DraftPool(facts.max_num_seqs, self._metrics.pool_depth.inc)
 
-    def _open_stream(
-        self, channel: grpc.aio.Channel, frames: AsyncIterator[Any]
-    ) -> grpc.aio.StreamStreamCall[Any, Any]:
+    def _open_stream(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[Any, Any]:
         self._heard, self._num_missed, self._num_stuck, self._num_queued = True, 0, 0, 0
         self._last_step = self._beat_step = -1
         self._schedule_beat()
-        return verifier_service_pb2_grpc.VerifierServiceStub(channel).Verify(frames)
+        return verifier_service_pb2_grpc.VerifierServiceStub(channel).Verify()
 
     def _frame(self, commands: list[pb.VerifyCommand]) -> pb.VerifyRequest:
         return pb.VerifyRequest(commands=commands)
