@@ -86,8 +86,9 @@ def make_tiny_model(
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """One id per byte (ids 0 to 255 are the byte values) and the special tokens."""
     letters = _byte_letters()
+    # Split into words, as real ones do: what the library remembers is up to 10,000 words, not whole texts.
     tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return transformers.PreTrainedTokenizerFast(

@@ -130,6 +130,9 @@ class RouterConfig(LinkOptions):
     store_lease_s: float = option(
         _STORE.lease_s, help="seconds of silence after which another router may take a request over"
     )
+    store_finished_ttl_s: float = option(
+        _STORE.finished_ttl_s, help="seconds that a finished request's record stays there, to be replayed"
+    )
 
     api_key: tuple[str, ...] = option((), help="keys that callers must show (none, and no file: everybody may call)")
     api_keys_file: Path | None = option(None, help="file of sha256 hashes of further keys, one a line")
@@ -223,6 +226,7 @@ class RouterConfig(LinkOptions):
             prefix=self.store_prefix,
             timeout_s=self.store_timeout_s,
             lease_s=self.store_lease_s,
+            finished_ttl_s=self.store_finished_ttl_s,
         )
 
     @property
