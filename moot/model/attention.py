@@ -29,10 +29,22 @@ ATTENTION_NAME = "moot_ragged"
 STEP_ARGUMENT = "moot_step"
 
 
+def additive_mask(positions: Tensor, kv_length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What is added to scores so that a row sees its own position and, within `window`, those before it: 0 or -inf.
+
+    positions: [..., rows], int64. Returns [..., rows, kv_length].
+    """
+    slots, rows = torch.arange(kv_length, device=positions.device), positions[..., None]
+    hidden = slots > rows
+    if window is not None:
+        hidden |= slots <= rows - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
 @dataclass(slots=True)
 class Tile:
     """Query rows computed by one call. `rows`: their indices in the step, padded: for a chain by the rows that happen
-    to follow, for a tree by repetition; `num_rows` of them count. `positions`: [rows], int64.
+    to follow, for a tree by repetition; `num_rows` of them count. `positions`: one for each of `rows`.
 
     `path`: pending indices of the whole path whose tail must lie in the slots, None for a chain. Masks are additive,
     [rows, kv_length], one for each sliding window that a layer asks for (None: full attention).
@@ -40,7 +52,7 @@ class Tile:
 
     rows: slice | Tensor
     num_rows: int
-    positions: Tensor
+    positions: Sequence[int]
     kv_length: int
     path: Tensor | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
@@ -52,15 +64,10 @@ class Tile:
             return slice(self.rows.start, self.rows.start + self.num_rows)
         return self.rows[: self.num_rows]
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def mask(self, window: int | None, like: Tensor) -> Tensor:
         if window not in self.masks:
-            slots = torch.arange(self.kv_length, device=self.positions.device)
-            rows = self.positions[:, None]
-            hidden = slots > rows
-            if window is not None:
-                hidden |= slots <= rows - window
-            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self.masks[window] = zeros.masked_fill_(hidden, float("-inf"))
+            positions = torch.tensor(self.positions, device=like.device)
+            self.masks[window] = additive_mask(positions, self.kv_length, window, like.dtype)
         return self.masks[window]
 
 
@@ -126,7 +133,7 @@ def plan_segment(
             kv_length = round_up(kv_length, SPAN_SLOTS)
         padding = rules.attention.rows(len(rows)) - len(rows)
         padded = rows + [rows[-1]] * padding
-        positions = torch.tensor([cache.length + depths[row] for row in padded], device=device)
+        positions = [cache.length + depths[row] for row in padded]
         if path is None:
             tiles.append(Tile(slice(start + rows[0], start + rows[0] + len(padded)), len(rows), positions, kv_length))
         else:
@@ -217,7 +224,7 @@ def ragged_attention(
                 slots[:, cache.length : cache.length + len(tile.path)] = tree_kv.index_select(1, tile.path)
                 placed = tile.path
             attended = slots[:, : tile.kv_length].transpose(1, 2)  # [2, kv_heads, kv_length, dim]
-            mask = tile.mask(sliding_window, query.dtype)
+            mask = tile.mask(sliding_window, query)
             result = attend(queries[tile.rows].transpose(0, 1), attended[0], attended[1], mask, arguments)
             output[tile.own_rows] = result[:, : tile.num_rows].transpose(0, 1)
             step.progress()

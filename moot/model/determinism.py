@@ -14,7 +14,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class RowRules:
 
     Products: at most `product_tile` rows; up to `tile` padded by `linear`, more to a multiple of `product_multiple`.
     Attention as two products over at most `product_slots` slots, as one fused call over more of them.
+
+    `together`: several requests' attention may be one call. It changes no bit, so it is no part of what this prints as.
     """
 
     tile: int
@@ -49,6 +51,7 @@ class RowRules:
     product_tile: int = TILE_ROWS
     product_multiple: int = TILE_ROWS
     product_slots: int = 0
+    together: bool = field(default=False, repr=False)
 
     def product_rows(self, num_rows: int) -> int:
         """Rows that a product of `num_rows` of them must have."""
@@ -68,7 +71,7 @@ PRODUCT_SLOTS = 8192
 """Attention by products is checked, and used, over at most so many slots."""
 
 # Whole spans even here: what is attended to then lies in one piece and is not copied.
-NATURAL_DECODER = RowRules(128, Padding(1, 1), Padding(1, 1), True, 2**31, 1, PRODUCT_SLOTS)
+NATURAL_DECODER = RowRules(128, Padding(1, 1), Padding(1, 1), True, 2**31, 1, PRODUCT_SLOTS, together=True)
 
 # Cheapest first. Seen with torch 2.13: bfloat16 products have their own kernel for 1 row; float32 and float64 ones for
 # 1, for 2 to 3 (elsewhere 2 to 12) and for what is left over a multiple of 4 (up to 12 rows; in float64 always).

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moot.core.errors import NoCapacity
 from moot.core.types import ROOT
+from moot.model.arena import Arena, Slab
 
 PAGE_SLOTS = 512
 """Slots are charged to the pool in multiples of this."""
@@ -42,10 +43,14 @@ class KvShape:
 
 
 class KvPool:
-    """Accounting of slots: no cache grows past what is left of `capacity_tokens` (rounded up to whole pages)."""
+    """Accounting of slots: no cache grows past what is left of `capacity_tokens` (rounded up to whole pages).
 
-    def __init__(self, shape: KvShape, capacity_tokens: int) -> None:
+    `arena`: where caches lie side by side; without one each has memory of its own.
+    """
+
+    def __init__(self, shape: KvShape, capacity_tokens: int, arena: Arena | None = None) -> None:
         self.shape = shape
+        self.arena = arena
         self.capacity_tokens = round_up(capacity_tokens, PAGE_SLOTS)
         self.used_tokens = 0
 
@@ -79,11 +84,13 @@ class Pending:
 class SequenceCache:
     """`data` is [layers, 2, slots, kv_heads, head_dim], in memory heads before slots: what a head attends to lies in
     one piece, which matrix products take without copying it. All slots are finite numbers from the start (a masked slot
-    gets weight 0, and 0 times NaN would be NaN; see `wipe` for tokens whose own numbers are not finite)."""
+    gets weight 0, and 0 times NaN would be NaN; see `wipe` for tokens whose own numbers are not finite). `slab`: where
+    in the pool's arena `data` lies, None for memory of its own."""
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
         self.length = 0
+        self.slab: Slab | None = None
         self.data = self._allocate(0)
         self.pending: Pending | None = None
 
@@ -100,12 +107,10 @@ class SequenceCache:
         missing = round_up(num_tokens, PAGE_SLOTS) - self.num_slots
         self._pool.take(missing)
         try:
-            grown = self._allocate(round_up(num_tokens, SPAN_SLOTS))
+            self._move(round_up(num_tokens, SPAN_SLOTS))
         except BaseException:
             self._pool.give_back(missing)
             raise
-        grown[:, :, : self.length] = self.data[:, :, : self.length]
-        self.data = grown
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[int]) -> None:
@@ -138,10 +143,7 @@ class SequenceCache:
         surplus = self.num_slots - round_up(length, PAGE_SLOTS)
         if surplus > PAGE_SLOTS:
             # One page of slack stays, so that a crop at a page border does not allocate twice.
-            keep = self.num_slots - surplus + PAGE_SLOTS
-            kept = self._allocate(keep)
-            kept[:, :, :length] = self.data[:, :, :length]
-            self.data = kept
+            self._move(self.num_slots - surplus + PAGE_SLOTS)
             self._pool.give_back(surplus - PAGE_SLOTS)
 
     @torch.inference_mode()
@@ -170,9 +172,27 @@ class SequenceCache:
     def free(self) -> None:
         """Give every slot back. The cache is empty afterwards and may be used again."""
         self._pool.give_back(self.num_slots)
-        self.data = self._allocate(0)
         self.length = 0
+        self._move(0)
         self.pending = None
+
+    def _move(self, num_slots: int) -> None:
+        """Into new memory, zeros but for the committed slots. The old memory is nobody's afterwards."""
+        old, slab = self.slab, self._new_slab(num_slots)
+        data = self._allocate(num_slots) if slab is None else slab.data
+        data[:, :, : self.length] = self.data[:, :, : self.length]
+        self.data, self.slab = data, slab
+        if old is not None and self._pool.arena is not None:
+            self._pool.arena.give_back(old)
+
+    def _new_slab(self, num_slots: int) -> Slab | None:
+        if self._pool.arena is None:
+            return None
+        try:
+            return self._pool.arena.take(num_slots)
+        except OSError:
+            # No address space for many caches: one cache's own memory may still be had, and its own error tells if not.
+            return None
 
     @torch.inference_mode()
     def _allocate(self, num_slots: int) -> Tensor:

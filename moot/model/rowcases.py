@@ -58,3 +58,21 @@ def cancelling(
     odd = size - half * 2
     first = nn.functional.pad(torch.cat((x, -x), -1)[..., order], (0, odd))
     return first, nn.functional.pad(torch.cat((y, y), -1)[..., order], (0, odd))
+
+
+def cancelling_attention(
+    kv_heads: int, group: int, slots: int, dim: int, cancel_scores: bool, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores that are nothing but rounding, scaled up; or equal scores over values that cancel. bfloat16.
+
+    Queries [kv_heads, TILE_ROWS, group, dim], keys and values [kv_heads, slots, dim].
+    """
+    if cancel_scores:
+        queries, keys = cancelling((kv_heads, TILE_ROWS, group), (kv_heads, slots), dim, generator)
+        queries *= 2.0**20
+        values = torch.randn(kv_heads, slots, dim, generator=generator)
+    else:
+        queries, keys = torch.zeros(kv_heads, TILE_ROWS, group, dim), torch.zeros(kv_heads, slots, dim)
+        half = torch.randn(kv_heads, slots // 2, dim, generator=generator)
+        values = torch.cat((half, -half), dim=1)[:, torch.randperm(slots, generator=generator)]
+    return queries.bfloat16(), keys.bfloat16(), values.bfloat16()

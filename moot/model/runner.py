@@ -11,6 +11,7 @@ from torch import Tensor
 from moot.core.errors import ContextLengthExceeded
 from moot.core.types import ROOT, ModelInfo
 from moot.model import selfcheck
+from moot.model.arena import Arena
 from moot.model.attention import STEP_ARGUMENT, Segment, Step, depths_of, num_step_rows, plan_segment
 from moot.model.determinism import NATURAL, NATURAL_DECODER, RowRules, numerics_fingerprint, tiled
 from moot.model.kv import KvPool, SequenceCache
@@ -44,7 +45,9 @@ class ModelRunner:
         self.loaded = loaded
         self.info: ModelInfo = loaded.info
         self.dtype, self.device = loaded.kv_shape.dtype, loaded.kv_shape.device
-        self.pool = KvPool(loaded.kv_shape, kv_capacity_tokens)
+        # Only the decoder reads several caches at once, and it computes on a CPU.
+        arena = None if loaded.decoder is None else Arena(loaded.kv_shape)
+        self.pool = KvPool(loaded.kv_shape, kv_capacity_tokens, arena)
         self.deterministic = deterministic
         natural = NATURAL if loaded.decoder is None else NATURAL_DECODER
         self.rules: RowRules = selfcheck.find_rules(loaded) if deterministic else natural

@@ -28,3 +28,11 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: i
         enable_gqa=group > 1,
     )
     return together.view(kv_heads, group, count // group, dim).transpose(1, 2).reshape(kv_heads, count, dim)
+
+
+def attend_together(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """The same for several requests, by products: queries [requests * kv_heads, rows * group, dim], keys and values
+    [requests * kv_heads, slots, dim], mask [requests, 1, rows * group, slots]. Returns what the queries' shape is."""
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    scores.view(mask.shape[0], -1, *scores.shape[1:]).add_(mask)
+    return torch.bmm(torch.softmax(scores, -1), values)

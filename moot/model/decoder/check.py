@@ -12,9 +12,10 @@ from moot.model.decoder.attend import attend
 from moot.model.decoder.decoder import Decoder
 from moot.model.decoder.layers import HeadShape, gated, turned_heads
 from moot.model.decoder.products import Product
+from moot.model.decoder.togethercheck import together_holds
 from moot.model.determinism import PRODUCT_SLOTS, TILE_ROWS, Padding, RowRules
 from moot.model.kv import SPAN_SLOTS, round_up
-from moot.model.rowcases import Case, cancelling, first_holding
+from moot.model.rowcases import Case, cancelling, cancelling_attention, first_holding
 
 _LARGEST_TILES = (256, TILE_ROWS)
 _PADDINGS = (Padding(1, 1), Padding(2, 1), Padding(4, 1), Padding(16, 16), Padding(32, 32))
@@ -35,7 +36,8 @@ def decoder_rules(decoder: Decoder, context_limit: int) -> RowRules:
     attention = first_holding(_PADDINGS, list(_attention_cases(decoder.heads, context_limit, generator)))
     if attention is None:
         raise ConfigError("deterministic mode does not hold: attention depends on the number of rows")
-    return RowRules(TILE_ROWS, linear, attention, True, tile, TILE_ROWS, PRODUCT_SLOTS)
+    together = together_holds(decoder.heads, context_limit, generator)
+    return RowRules(TILE_ROWS, linear, attention, True, tile, TILE_ROWS, PRODUCT_SLOTS, together)
 
 
 def _product_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> Iterator[Case]:
@@ -82,17 +84,8 @@ def _attention_cases(heads: HeadShape, context_limit: int, generator: torch.Gene
 
 
 def _attention_case(heads: HeadShape, slots: int, cancel_scores: bool, generator: torch.Generator) -> Case:
-    """Scores that are nothing but rounding, scaled up; or equal scores over values that cancel."""
     group, kv_heads = heads.group, heads.kv_heads
-    if cancel_scores:
-        queries, keys = cancelling((kv_heads, TILE_ROWS, group), (kv_heads, slots), heads.dim, generator)
-        queries *= 2.0**20
-        values = torch.randn(kv_heads, slots, heads.dim, generator=generator)
-    else:
-        queries, keys = torch.zeros(kv_heads, TILE_ROWS, group, heads.dim), torch.zeros(kv_heads, slots, heads.dim)
-        half = torch.randn(kv_heads, slots // 2, heads.dim, generator=generator)
-        values = torch.cat((half, -half), dim=1)[:, torch.randperm(slots, generator=generator)]
-    queries, keys, values = queries.bfloat16(), keys.bfloat16(), values.bfloat16()
+    queries, keys, values = cancelling_attention(kv_heads, group, slots, heads.dim, cancel_scores, generator)
     mask = torch.zeros(TILE_ROWS, slots, dtype=torch.bfloat16)
     if cancel_scores:
         mask[:, slots - 12 :] = float("-inf")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from moot.model.arena import Chunk
 from moot.model.attention import Segment, Step, Tile
 from moot.model.decoder.layers import HeadShape
+from moot.model.decoder.together import in_slabs, plan_together
 from moot.model.determinism import RowRules
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
@@ -17,15 +19,46 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
 class _Stored:
     """A segment's keys and values, [2, tokens, kv_heads, dim]: where they are, and where they go in each layer."""
 
-    __slots__ = ("found", "targets")
+    __slots__ = ("_found", "_targets")
 
     def __init__(self, segment: Segment, fresh: Tensor) -> None:
         cache, pending = segment.cache, segment.cache.pending
-        self.found = fresh[:, segment.start : segment.start + segment.count]
+        self._found = fresh[:, segment.start : segment.start + segment.count]
         if pending is not None and pending.tree_kv is not None:
-            self.targets = pending.tree_kv.unbind(0)
+            self._targets = pending.tree_kv.unbind(0)
         else:
-            self.targets = cache.data[:, :, cache.length : cache.length + segment.count].unbind(0)
+            self._targets = cache.data[:, :, cache.length : cache.length + segment.count].unbind(0)
+
+    def store(self, layer: int) -> None:
+        self._targets[layer].copy_(self._found)
+
+
+class _StoredTogether:
+    """The same for several chains in one chunk: token by token, one copy for all."""
+
+    __slots__ = ("_fresh", "_picked", "_slots", "_target")
+
+    def __init__(self, chunk: Chunk, segments: Sequence[Segment], fresh: Tensor) -> None:
+        _, step_rows, kv_heads, dim = fresh.shape
+        _, two, slabs, _, slots, _ = chunk.data.shape
+        rows: list[int] = []
+        places: list[int] = []
+        for segment in segments:
+            assert segment.cache.slab is not None
+            first = segment.cache.slab.index * kv_heads * slots + segment.cache.length
+            rows += range(segment.start, segment.start + segment.count)
+            places += range(first, first + segment.count)
+        each, both = torch.arange(kv_heads), torch.arange(two)[:, None, None]
+        target = both * (slabs * kv_heads * slots) + torch.tensor(places)[:, None] + each * slots
+        picked = both * (step_rows * kv_heads) + torch.tensor(rows)[:, None] * kv_heads + each
+        self._target = target.flatten()
+        self._picked = picked.flatten() if len(rows) < step_rows else None
+        self._slots = chunk.data.view(len(chunk.data), -1, dim).unbind(0)
+        self._fresh = fresh.view(-1, dim)
+
+    def store(self, layer: int) -> None:
+        fresh = self._fresh if self._picked is None else self._fresh.index_select(0, self._picked)
+        self._slots[layer].index_copy_(0, self._target, fresh)
 
 
 class _Attended:
@@ -54,10 +87,10 @@ class _Attended:
             tail = slots[:, :, :, length : length + len(tile.path)]
             self.moved = pending.tree_kv.transpose(2, 3).unbind(0), tail.unbind(0), tile.path
 
-    def mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
+    def mask(self, window: int | None, group: int) -> Tensor:
         """[rows * group, kv_length]."""
         if window not in self._masks:
-            self._masks[window] = self._tile.mask(window, dtype).repeat_interleave(group, 0)
+            self._masks[window] = self._tile.mask(window, self.queries).repeat_interleave(group, 0)
         return self._masks[window]
 
     def attend(self, layer: int, window: int | None, group: int, function: Attend) -> None:
@@ -68,7 +101,7 @@ class _Attended:
         if self.index is not None:
             kv_heads, _, _, dim = queries.shape
             queries = queries.index_select(1, self.index).view(kv_heads, -1, dim)
-        mask = self.mask(window, group, queries.dtype)
+        mask = self.mask(window, group)
         result = function(queries, self.keys[layer], self.values[layer], mask, group, self.by_products)
         result = result.view(result.shape[0], -1, group, result.shape[2])
         count = self._tile.num_rows
@@ -93,11 +126,16 @@ class StepTiles:
         self._flat = self._mixed.view(rows, -1)
         self._fresh = data.new_empty(2, rows, heads.kv_heads, heads.dim)
         self._fresh_keys, self._fresh_values = self._fresh.unbind(0)
-        self._stored = [_Stored(segment, self._fresh) for segment in step.segments]
-        self._tiles = [
-            _Attended(segment, tile, self._queries, self._mixed, heads, rules.product_slots)
-            for segment in step.segments
-            for tile in segment.tiles
+        self._heads_of_queries = self._queries.view(heads.kv_heads * rows, -1)
+        self._heads_of_mixed = self._mixed.view(rows * heads.kv_heads, -1)
+        together, alone = plan_together(step.segments, rows, heads, rules)
+        self._together = together
+        self._tiles = [_Attended(*each, self._queries, self._mixed, heads, rules.product_slots) for each in alone]
+        shared = [(chunk, found) for chunk, found in in_slabs(step.segments).items() if len(found) > 1]
+        in_shared = {id(segment) for _, found in shared for segment in found}
+        self._stored: list[_Stored | _StoredTogether] = [
+            *(_StoredTogether(chunk, found, self._fresh) for chunk, found in shared),
+            *(_Stored(segment, self._fresh) for segment in step.segments if id(segment) not in in_shared),
         ]
 
     def store(self, layer: int, turned: Tensor, values: Tensor) -> None:
@@ -108,10 +146,13 @@ class StepTiles:
         self._fresh_keys.copy_(turned[:, heads.query_heads :])
         self._fresh_values.copy_(values)
         for stored in self._stored:
-            stored.targets[layer].copy_(stored.found)
+            stored.store(layer)
 
     def attend(self, layer: int, window: int | None, function: Attend) -> Tensor:
         """[rows, heads * dim]."""
+        for call in self._together:
+            call.attend(layer, window, self._heads_of_queries, self._heads_of_mixed)
+            self._progress()
         for tile in self._tiles:
             tile.attend(layer, window, self._heads.group, function)
             self._progress()
