@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from bench.intervals import Interval, interleaved, ratios
 from bench.report import publish
+from moot.model.inputs import SequenceInput
 from moot.model.load import load_model
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.runner import ModelRunner
 
 ROWS = (1, 2, 5, 9, 16)
 MODES = (("natural", False), ("deterministic", True))

@@ -13,7 +13,7 @@ from moot.core.history import History
 from moot.core.types import ROOT, Draft, SamplingParams
 from moot.model.batch_sampler import BatchSampler, RowSpec
 from moot.model.gpu.runner import GpuRunner
-from moot.model.runner import SequenceInput
+from moot.model.inputs import SequenceInput
 from moot.model.sampler import Sampler
 
 Facts = list[tuple[str, str]]

@@ -14,7 +14,7 @@ from moot.core.types import SamplingParams
 from moot.model.batch_sampler import BatchSampler, RowSpec
 from moot.model.gpu.pool import PagedCache
 from moot.model.gpu.runner import GpuRunner
-from moot.model.runner import SequenceInput
+from moot.model.inputs import SequenceInput
 from moot.model.sampler import Sampler
 
 Facts = list[tuple[str, str]]

@@ -20,10 +20,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from moot.core.errors import ModelRefused
-from moot.core.types import ROOT
+from moot.model.cache import Pending
 from moot.model.determinism import RowRules
-from moot.model.kv import SPAN_SLOTS, Pending, SequenceCache, round_up
+from moot.model.kv import SPAN_SLOTS, SequenceCache, round_up
 from moot.model.softcap import softcapped_attention
+from moot.model.trees import is_chain, paths
 
 ATTENTION_NAME = "moot_ragged"
 STEP_ARGUMENT = "moot_step"
@@ -101,29 +102,20 @@ class Step:
     layers_seen: dict[int, AttentionArguments] = field(default_factory=dict)
 
 
-def depths_of(parents: Sequence[int]) -> list[int]:
-    depths: list[int] = []
-    for index, parent in enumerate(parents):
-        if not ROOT <= parent < index:
-            raise ValueError(f"parent {parent} of token {index} must come before it")
-        depths.append(0 if parent == ROOT else depths[parent] + 1)
-    return depths
-
-
 def plan_segment(
     cache: SequenceCache, start: int, parents: Sequence[int], depths: Sequence[int], rules: RowRules
 ) -> Segment:
     """Lay out one request's tokens and make them the cache's pending ones. The cache must have room for them."""
     count, device = len(parents), cache.data.device
     groups: list[tuple[list[int], list[int] | None]]
-    is_chain = all(depth == index for index, depth in enumerate(depths))
-    if is_chain:
+    chain = is_chain(depths)
+    if chain:
         cache.pending = Pending(parents, None)
         groups = [(list(range(count)), None)]
     else:
         layers, two, _, heads, dim = cache.data.shape
         cache.pending = Pending(parents, cache.data.new_zeros(layers, two, count, heads, dim))
-        groups = _path_groups(parents)
+        groups = [(new, path) for path, new in paths(parents)]
     groups = [(rows, path) for whole, path in groups for rows in _pieces(whole, cache.length + depths[whole[0]], rules)]
     tiles = []
     for rows, path in groups:
@@ -139,7 +131,7 @@ def plan_segment(
         else:
             index = torch.tensor([start + row for row in padded], device=device)
             tiles.append(Tile(index, len(rows), positions, kv_length, torch.tensor(path, device=device)))
-    return Segment(cache, start, count, is_chain, tiles)
+    return Segment(cache, start, count, chain, tiles)
 
 
 def num_step_rows(segments: Sequence[Segment], rules: RowRules) -> int:
@@ -163,26 +155,6 @@ def _pieces(rows: list[int], position: int, rules: RowRules) -> list[list[int]]:
         pieces.append(rows[first:last])
         first = last
     return pieces
-
-
-def _path_groups(parents: Sequence[int]) -> list[tuple[list[int], list[int] | None]]:
-    """For each leaf: the rows of its path that no earlier leaf had, with the whole path."""
-    inner = set(parents)
-    done: set[int] = set()
-    groups: list[tuple[list[int], list[int] | None]] = []
-    for leaf in range(len(parents)):
-        if leaf in inner:
-            continue
-        path: list[int] = []
-        node = leaf
-        while node != ROOT:
-            path.append(node)
-            node = parents[node]
-        path.reverse()
-        rows = [node for node in path if node not in done]
-        done.update(rows)
-        groups.append((rows, path))
-    return groups
 
 
 def ragged_attention(

@@ -1,7 +1,7 @@
 """The KV cache of one sequence: contiguous, charged in pages of 512 slots to a pool with a fixed capacity.
 
-Slot p holds key and value of the token at position p. A forward pass leaves its tokens *pending*; `commit` keeps the
-ones that lie on the accepted path, compacted to the slots after `length`. Not thread-safe: one compute thread.
+Slot p holds key and value of the token at position p. Pending chains lie in place, in the slots after `length`; a tree
+lies in `Pending.tree_kv` [layers, 2, tokens, kv_heads, head_dim], because siblings share a position.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moot.core.errors import NoCapacity
-from moot.core.types import ROOT
 from moot.model.arena import Arena, Slab
+from moot.model.cache import KvCache, Pending
 
 PAGE_SLOTS = 512
 """Slots are charged to the pool in multiples of this."""
@@ -67,21 +67,7 @@ class KvPool:
         self.used_tokens -= num_slots
 
 
-class Pending:
-    """Tokens of the last forward pass that are not committed yet.
-
-    `parents[i]` < i is the parent of token i, or ROOT. A chain lies in place, in the slots after the cache's length;
-    a tree lies in `tree_kv` [layers, 2, tokens, kv_heads, head_dim], because siblings share a position.
-    """
-
-    __slots__ = ("parents", "tree_kv")
-
-    def __init__(self, parents: Sequence[int], tree_kv: Tensor | None) -> None:
-        self.parents = parents
-        self.tree_kv = tree_kv
-
-
-class SequenceCache:
+class SequenceCache(KvCache):
     """`data` is [layers, 2, slots, kv_heads, head_dim], in memory heads before slots: what a head attends to lies in
     one piece, which matrix products take without copying it. All slots are finite numbers from the start (a masked slot
     gets weight 0, and 0 times NaN would be NaN; see `wipe` for tokens whose own numbers are not finite). `slab`: where
@@ -96,12 +82,10 @@ class SequenceCache:
 
     @property
     def num_slots(self) -> int:
-        """Slots charged to the pool: whole pages."""
         return round_up(self.data.shape[2], PAGE_SLOTS)
 
     @torch.inference_mode()
     def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` in all. Raises NoCapacity or what the allocator does; then nothing has changed."""
         if num_tokens <= self.data.shape[2]:
             return
         missing = round_up(num_tokens, PAGE_SLOTS) - self.num_slots
@@ -112,35 +96,18 @@ class SequenceCache:
             self._pool.give_back(missing)
             raise
 
-    @torch.inference_mode()
-    def commit(self, kept: Sequence[int]) -> None:
-        """Keep the pending tokens with these indices: a path from the root, each the parent of the next.
+    def reserve_step(self, num_tokens: int, num_levels: int) -> None:
+        self.reserve(self.length + num_levels)
 
-        All other pending tokens are dropped. Raises ValueError when `kept` is no such path.
-        """
-        pending, self.pending = self.pending, None
-        if not kept:
-            return
-        if pending is None:
-            raise ValueError("nothing is pending")
-        parent = ROOT
-        for index in kept:
-            if not 0 <= index < len(pending.parents) or pending.parents[index] != parent:
-                raise ValueError("the kept tokens are not a path from the root")
-            parent = index
+    @torch.inference_mode()
+    def _keep(self, pending: Pending, kept: Sequence[int]) -> None:
         if pending.tree_kv is not None:
             rows = torch.tensor(kept, device=self.data.device)
             self.data[:, :, self.length : self.length + len(kept)] = pending.tree_kv.index_select(2, rows)
-        self.length += len(kept)
 
     @torch.inference_mode()
-    def crop(self, length: int) -> None:
-        """Forget everything from position `length` on, pending tokens included. Pages above are given back."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot crop {self.length} tokens to {length}")
-        self.pending = None
-        self.length = length
-        surplus = self.num_slots - round_up(length, PAGE_SLOTS)
+    def _shrink(self) -> None:
+        surplus = self.num_slots - round_up(self.length, PAGE_SLOTS)
         if surplus > PAGE_SLOTS:
             # One page of slack stays, so that a crop at a page border does not allocate twice.
             self._move(self.num_slots - surplus + PAGE_SLOTS)
@@ -148,29 +115,19 @@ class SequenceCache:
 
     @torch.inference_mode()
     def wipe(self) -> None:
-        """Forget pending tokens, and clear what rejected ones have left in the slots after the committed ones."""
         self.pending = None
         self.data[:, :, self.length :] = 0
 
     @torch.inference_mode()
-    def read_block(self, start: int, end: int) -> Tensor:
-        """A copy of the committed slots start..end: [layers, 2, end - start, kv_heads, head_dim]."""
-        if not 0 <= start <= end <= self.length:
-            raise ValueError(f"slots {start} to {end} are not committed ({self.length} are)")
+    def _read(self, start: int, end: int) -> Tensor:
         return self.data[:, :, start:end].clone()
 
     @torch.inference_mode()
-    def append_block(self, block: Tensor) -> None:
-        """Commit a block that `read_block` gave, computed at exactly these positions after the same prefix."""
-        self.pending = None
-        num_tokens = block.shape[2]
-        self.reserve(self.length + num_tokens)
-        self.data[:, :, self.length : self.length + num_tokens] = block
-        self.length += num_tokens
+    def _write(self, block: Tensor) -> None:
+        self.data[:, :, self.length : self.length + block.shape[2]] = block
 
     @torch.inference_mode()
     def free(self) -> None:
-        """Give every slot back. The cache is empty afterwards and may be used again."""
         self._pool.give_back(self.num_slots)
         self.length = 0
         self._move(0)

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moot.core.errors import ContextLengthExceeded
-from moot.core.types import ROOT, ModelInfo
+from moot.core.types import ModelInfo
 from moot.model import selfcheck
 from moot.model.arena import Arena
-from moot.model.attention import STEP_ARGUMENT, Segment, Step, depths_of, num_step_rows, plan_segment
+from moot.model.attention import STEP_ARGUMENT, Segment, Step, num_step_rows, plan_segment
+from moot.model.cache import KvCache
 from moot.model.determinism import NATURAL, NATURAL_DECODER, RowRules, numerics_fingerprint, tiled
+from moot.model.inputs import SequenceInput, check_inputs
 from moot.model.kv import KvPool, SequenceCache
 from moot.model.load import LoadedModel
 
 
-def _no_progress() -> None:
+def no_progress() -> None:
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceInput:
-    """Tokens to run for one request. `parents`: None for a chain that follows the cache, else per token the index of
-    its parent in `token_ids`, or -1 for one that follows the cache. `logit_rows`: indices whose logits are wanted."""
-
-    cache: SequenceCache
-    token_ids: Sequence[int]
-    parents: Sequence[int] | None = None
-    logit_rows: Sequence[int] = ()
 
 
 class ModelRunner:
@@ -56,11 +45,11 @@ class ModelRunner:
         if deterministic:
             selfcheck.check_passes(self)
 
-    def new_cache(self) -> SequenceCache:
+    def new_cache(self) -> KvCache:
         return SequenceCache(self.pool)
 
     @torch.inference_mode()
-    def forward(self, inputs: Sequence[SequenceInput], progress: Callable[[], None] = _no_progress) -> list[Tensor]:
+    def forward(self, inputs: Sequence[SequenceInput], progress: Callable[[], None] = no_progress) -> list[Tensor]:
         """Run all tokens once. Returns per input logits [len(logit_rows), vocab], float32 (of float64 models float64).
 
         The tokens' keys and values are pending in their caches until `commit`. `progress` is called for every layer
@@ -87,40 +76,18 @@ class ModelRunner:
         return list(logits.split([len(item.logit_rows) for item in inputs]))
 
     def _plan(self, inputs: Sequence[SequenceInput]) -> tuple[list[Segment], list[int], list[int], list[int]]:
-        caches = {id(item.cache) for item in inputs}
-        if len(caches) != len(inputs):
-            raise ValueError("two inputs share a cache")
-        depths = []
-        for item in inputs:
-            parents = item.parents if item.parents is not None else range(ROOT, len(item.token_ids) - 1)
-            if len(parents) != len(item.token_ids):
-                raise ValueError("every token needs a parent")
-            depths.append(depths_of(parents))
-            self._check(item, max(depths[-1], default=-1) + 1)
         segments: list[Segment] = []
         token_ids: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
-        for item, own in zip(inputs, depths, strict=True):
+        for item in check_inputs(inputs, SequenceCache, self.loaded.num_embeddings, self.info.context_limit):
             start, length = len(token_ids), item.cache.length
-            parents = item.parents if item.parents is not None else range(ROOT, len(own) - 1)
-            if own:
-                segments.append(plan_segment(item.cache, start, parents, own, self.rules))
+            if item.depths:
+                segments.append(plan_segment(item.cache, start, item.parents, item.depths, self.rules))
             token_ids += item.token_ids
-            positions += [length + depth for depth in own]
+            positions += [length + depth for depth in item.depths]
             logit_rows += [start + row for row in item.logit_rows]
         return segments, token_ids, positions, logit_rows
-
-    def _check(self, item: SequenceInput, num_levels: int) -> None:
-        rows = self.loaded.num_embeddings
-        if any(not 0 <= token_id < rows for token_id in item.token_ids):
-            raise ValueError(f"a token id is outside the model's {rows} embeddings")
-        if any(not 0 <= row < len(item.token_ids) for row in item.logit_rows):
-            raise ValueError("a logit row is outside the input")
-        needed = item.cache.length + num_levels
-        if needed > self.info.context_limit:
-            raise ContextLengthExceeded(f"{needed} tokens exceed the model's context of {self.info.context_limit}")
-        item.cache.reserve(needed)
 
     def _no_logits(self) -> Tensor:
         dtype = torch.float64 if self.dtype is torch.float64 else torch.float32

@@ -117,7 +117,7 @@ def _attention_case(loaded: LoadedModel, slots: int, cancel_scores: bool, genera
 
 def _last_logits(runner: ModelRunner, token_ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
     """Logits of the last eight tokens, computed in chunks of these sizes."""
-    from moot.model.runner import SequenceInput
+    from moot.model.inputs import SequenceInput
 
     cache = SequenceCache(KvPool(runner.pool.shape, PAGE_SLOTS))
     start, logits = 0, []

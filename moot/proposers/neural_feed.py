@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from moot.core.errors import NoCapacity
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.inputs import SequenceInput
+from moot.model.runner import ModelRunner
 from moot.proposers.neural_session import NeuralSession
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from moot.core.history import History
 from moot.core.types import ROOT, SamplingParams
-from moot.model.kv import SequenceCache
-from moot.model.runner import SequenceInput
+from moot.model.cache import KvCache
+from moot.model.inputs import SequenceInput
 
 Drafted = tuple[int, int]
 """A token's id and its confidence byte."""
@@ -19,7 +19,7 @@ class NeuralSession:
     """Invariant: the cache holds the KV of the first `cache.length` ids of `tokens` + the ids of `ahead`."""
 
     params: SamplingParams
-    cache: SequenceCache
+    cache: KvCache
     tokens: list[int] = field(default_factory=list)
     """The prefix."""
     ahead: list[Drafted] = field(default_factory=list)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from moot.core.acceptance import validate_draft
 from moot.core.history import History
 from moot.core.types import FinishReason, ModelInfo, SamplingParams, Verification
-from moot.model.kv import SequenceCache
+from moot.model.cache import KvCache
 from services.verifier.commands import Answer, Failed, FailureCode, Open, Opened, Verify
 from services.verifier.sessions import Session, Stream, Work
 
@@ -33,7 +33,7 @@ class Desk:
     """Holds the rules, not the sessions: those are in their streams."""
 
     def __init__(
-        self, info: ModelInfo, max_draft_tokens: int, max_answer_bytes: int, new_cache: Callable[[], SequenceCache]
+        self, info: ModelInfo, max_draft_tokens: int, max_answer_bytes: int, new_cache: Callable[[], KvCache]
     ) -> None:
         self._info = info
         self._max_hints = max_answer_bytes // (_HINT_BYTES * (max_draft_tokens + 1))

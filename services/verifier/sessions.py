@@ -20,7 +20,7 @@ from moot.core.types import ROOT, Draft, SamplingParams
 from services.verifier.commands import Answer
 
 if TYPE_CHECKING:
-    from moot.model.kv import SequenceCache
+    from moot.model.cache import KvCache
     from moot.model.sampler import History
 
 NO_ROUND = -1
@@ -77,7 +77,7 @@ class Session:
     ending_token_ids: frozenset[int]
     context_limit: int
     history: History
-    cache: SequenceCache
+    cache: KvCache
     cache_salt: str = ""
     num_top_candidates: int = 0
     cached_length: int = 0

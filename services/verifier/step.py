@@ -16,7 +16,8 @@ from moot.core.errors import RequestPoisoned
 from moot.core.scheduler import BatchItem
 from moot.core.types import Draft
 from moot.faults import act, fault
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.inputs import SequenceInput
+from moot.model.runner import ModelRunner
 from services.verifier.outcomes import DeviceLost, Outcome, Prefilled, Sampled, broken, is_out_of_memory
 from services.verifier.sessions import Session, Work
 from services.verifier.walks import Walks, row_of_nodes

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moot.model.kv import SequenceCache
+from moot.model.cache import KvCache
+from moot.model.inputs import SequenceInput
 from moot.model.load import load_model
 from moot.model.placement import DTYPES
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.runner import ModelRunner
 
 
 def random_ids(count: int, seed: int = 0) -> list[int]:
@@ -37,7 +38,7 @@ def plain_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
     return logits if logits.dtype is torch.float64 else logits.float()
 
 
-def run_chunks(runner: ModelRunner, token_ids: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, SequenceCache]:
+def run_chunks(runner: ModelRunner, token_ids: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, KvCache]:
     """All logits [tokens, vocab], computed in chunks of these sizes (the last one takes what is left)."""
     cache, logits = runner.new_cache(), []
     for size in [*sizes, len(token_ids)]:

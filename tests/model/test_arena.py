@@ -10,7 +10,8 @@ import torch
 from moot.core.errors import NoCapacity
 from moot.core.types import ROOT
 from moot.model.arena import MOST_SLAB_SLOTS, Arena, Chunk, slabs_per_chunk
-from moot.model.kv import PAGE_SLOTS, SPAN_SLOTS, KvPool, KvShape, Pending, SequenceCache
+from moot.model.cache import Pending
+from moot.model.kv import PAGE_SLOTS, SPAN_SLOTS, KvPool, KvShape, SequenceCache
 
 SHAPES = {
     "whole pages of memory": KvShape(3, 2, 16, torch.bfloat16, torch.device("cpu")),

@@ -14,8 +14,9 @@ from torch import Tensor
 from moot.core.errors import ConfigError
 from moot.model import selfcheck
 from moot.model.decoder import build, products
+from moot.model.inputs import SequenceInput
 from moot.model.load import load_model
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.runner import ModelRunner
 from moot.model.tiny import FAMILIES, make_tiny_model
 
 pytestmark = [

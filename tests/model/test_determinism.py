@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from moot.core.errors import ConfigError
 from moot.model import selfcheck
 from moot.model.determinism import NATURAL, Padding, linear_candidates
+from moot.model.inputs import SequenceInput
 from moot.model.layers import RowwiseActivation
 from moot.model.load import LoadedModel, load_model
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.runner import ModelRunner
 from moot.model.tiny import FAMILIES, make_tiny_model
 
 DTYPES = ("float32", "bfloat16", "float64")

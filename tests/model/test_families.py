@@ -9,8 +9,9 @@ import pytest
 import torch
 from driving import assert_is_the_plain_pass, random_ids
 
+from moot.model.inputs import SequenceInput
 from moot.model.load import load_model
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.runner import ModelRunner
 from moot.model.softcap import softcapped_attention
 from moot.model.tiny import make_tiny_model
 

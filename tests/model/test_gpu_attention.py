@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moot.model.attention import depths_of
 from moot.model.gpu.attention import PagedAttention
 from moot.model.gpu.plan import DevicePlan, Planner, unpack
 from moot.model.gpu.pool import PagedCache, PagedPool, upload
 from moot.model.kv import KvShape
+from moot.model.trees import depths_of
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 CPU = torch.device("cpu")

@@ -12,8 +12,9 @@ from driving import distance, path_to, plain_logits, plain_model, random_ids, ru
 from moot.core.errors import ContextLengthExceeded, ModelRefused, NoCapacity
 from moot.model.gpu.pool import PagedCache
 from moot.model.gpu.runner import GpuRunner
+from moot.model.inputs import SequenceInput
 from moot.model.load import LoadedModel, load_model
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.runner import ModelRunner
 from moot.model.tiny import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

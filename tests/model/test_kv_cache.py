@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moot.core.errors import NoCapacity
-from moot.model.kv import PAGE_SLOTS, SPAN_SLOTS, KvPool, KvShape, Pending, SequenceCache
+from moot.model.cache import Pending
+from moot.model.kv import PAGE_SLOTS, SPAN_SLOTS, KvPool, KvShape, SequenceCache
 
 SHAPE = KvShape(2, 1, 4, torch.float32, torch.device("cpu"))
 

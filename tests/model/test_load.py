@@ -10,9 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from moot.core.errors import ConfigError, ModelRefused
+from moot.model.inputs import SequenceInput
 from moot.model.load import load_model
 from moot.model.placement import choose_dtype
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.runner import ModelRunner
 from moot.model.tiny import byte_tokenizer, make_tiny_model
 
 FIELDS: dict[str, Any] = {

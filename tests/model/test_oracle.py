@@ -16,8 +16,9 @@ from driving import (
     run_chunks,
 )
 
+from moot.model.inputs import SequenceInput
 from moot.model.load import load_model
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.runner import ModelRunner
 from moot.model.tiny import FAMILIES, make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,8 +10,9 @@ import torch
 from driving import distance, plain_logits, plain_model, random_ids, run_chunks
 
 from moot.core.errors import ContextLengthExceeded, NoCapacity
+from moot.model.inputs import SequenceInput
 from moot.model.load import LoadedModel, load_model
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.runner import ModelRunner
 from moot.model.tiny import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

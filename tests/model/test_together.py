@@ -15,9 +15,10 @@ from torch import Tensor
 
 from moot.model import selfcheck
 from moot.model.decoder import products, tiles, together
+from moot.model.inputs import SequenceInput
 from moot.model.kv import KvPool, SequenceCache
 from moot.model.load import LoadedModel, load_model
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.runner import ModelRunner
 from moot.model.tiny import make_tiny_model
 
 pytestmark = pytest.mark.skipif(

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moot.core.types import ROOT
+from moot.model.cache import Pending
 from moot.model.gpu.pool import PagedCache, PagedPool, Scratch
-from moot.model.kv import PAGE_SLOTS, Pending, round_up
+from moot.model.kv import PAGE_SLOTS, round_up
+from moot.model.trees import is_chain, paths
 
 WAVE_PAGES = 16
 """Pages before its own that a row attends to at once; more are taken in waves of this many."""
@@ -113,8 +114,7 @@ class Planner:
         cache.pending = Pending(parents, None)
         slots = cache.slots(length, length + len(token_ids))
         row_of: dict[int, int] = {}
-        is_chain = all(depth == index for index, depth in enumerate(depths))
-        groups = self._chain(cache, len(token_ids)) if is_chain else self._tree(cache, parents, depths, slots)
+        groups = self._chain(cache, len(token_ids)) if is_chain(depths) else self._tree(cache, parents, depths, slots)
         for group in groups:
             for node in group.rows:
                 row_of[node] = len(host.token_ids)
@@ -245,21 +245,6 @@ def unpack(sizes: Sizes, packed: Tensor) -> DevicePlan:
         first_position,
         tuple(waves),
     )
-
-
-def paths(parents: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """For each leaf its path from the root, and the nodes of it that no earlier leaf's path had."""
-    inner, done = set(parents), set[int]()
-    for leaf in range(len(parents)):
-        if leaf in inner:
-            continue
-        path = [leaf]
-        while parents[path[-1]] != ROOT:
-            path.append(parents[path[-1]])
-        path.reverse()
-        new = [node for node in path if node not in done]
-        done.update(new)
-        yield path, new
 
 
 def _by_page(nodes: Sequence[int], positions: Sequence[int]) -> Iterator[tuple[int, list[int]]]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moot.core.errors import NoCapacity
-from moot.core.types import ROOT
-from moot.model.kv import PAGE_SLOTS, KvPool, KvShape, Pending, SequenceCache, round_up
+from moot.model.cache import KvCache, Pending
+from moot.model.kv import PAGE_SLOTS, KvPool, KvShape, round_up
 
 SCRATCH_SLOTS = 16_384
 """Slots for the paths of one step's trees; a step that needs more is refused, and then tried in parts."""
@@ -59,15 +59,14 @@ class PagedPool(KvPool):
             layer.index_copy_(1, pairs[1], layer.index_select(1, pairs[0]))
 
 
-class PagedCache(SequenceCache):
-    """A sequence's pages; the interface of `SequenceCache`. Not thread-safe.
+class PagedCache(KvCache):
+    """A sequence's pages.
 
     Pending token i lies in the slot of position length + i, whether it belongs to a chain or to a tree. `commit` of a
     tree notes which slots must be moved; that is done with the next step, or before anybody else reads them.
     """
 
     def __init__(self, pool: PagedPool) -> None:
-        self._pool = pool
         self.store = pool
         self.length = 0
         self.pages: list[int] = []
@@ -89,22 +88,15 @@ class PagedCache(SequenceCache):
         if missing > 0:
             self.pages += self.store.take_pages(missing)
 
-    def commit(self, kept: Sequence[int]) -> None:
-        pending, self.pending = self.pending, None
-        if not kept:
-            return
-        if pending is None:
-            raise ValueError("nothing is pending")
-        parent = ROOT
-        for index in kept:
-            if not 0 <= index < len(pending.parents) or pending.parents[index] != parent:
-                raise ValueError("the kept tokens are not a path from the root")
-            parent = index
+    def reserve_step(self, num_tokens: int, num_levels: int) -> None:
+        # Siblings share a position, but each has a slot until it is known which of them stays.
+        self.reserve(self.length + num_tokens)
+
+    def _keep(self, pending: Pending, kept: Sequence[int]) -> None:
         slots = self.slots(self.length, self.length + len(pending.parents))
         for target, source in enumerate(kept):
             if source != target:
                 self._moves.append((int(slots[source]), int(slots[target])))
-        self.length += len(kept)
 
     def take_moves(self) -> list[tuple[int, int]]:
         """Moves that `commit` left to be done, source and target slot: the caller does them now."""
@@ -116,14 +108,10 @@ class PagedCache(SequenceCache):
         if moves := self.take_moves():
             self.store.move(*zip(*moves, strict=True))
 
-    def crop(self, length: int) -> None:
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot crop {self.length} tokens to {length}")
+    def _shrink(self) -> None:
         self.settle()
-        self.pending = None
-        self.length = length
         # One page of slack stays, so that a crop at a page border does not take and return the same page for ever.
-        keep = round_up(length, PAGE_SLOTS) // PAGE_SLOTS + 1
+        keep = round_up(self.length, PAGE_SLOTS) // PAGE_SLOTS + 1
         self.store.return_pages(self.pages[keep:])
         del self.pages[keep:]
 
@@ -136,23 +124,17 @@ class PagedCache(SequenceCache):
             layer.index_fill_(1, rows, 0)
 
     @torch.inference_mode()
-    def read_block(self, start: int, end: int) -> Tensor:
-        if not 0 <= start <= end <= self.length:
-            raise ValueError(f"slots {start} to {end} are not committed ({self.length} are)")
+    def _read(self, start: int, end: int) -> Tensor:
         self.settle()
         rows = upload(self.slots(start, end), self.store.shape.device)
         return torch.stack([layer.index_select(1, rows) for layer in self.store.layers])
 
     @torch.inference_mode()
-    def append_block(self, block: Tensor) -> None:
+    def _write(self, block: Tensor) -> None:
         self.settle()
-        self.pending = None
-        num_tokens = block.shape[2]
-        self.reserve(self.length + num_tokens)
-        rows = upload(self.slots(self.length, self.length + num_tokens), self.store.shape.device)
+        rows = upload(self.slots(self.length, self.length + block.shape[2]), self.store.shape.device)
         for layer, part in zip(self.store.layers, block, strict=True):
             layer.index_copy_(1, rows, part)
-        self.length += num_tokens
 
     def free(self) -> None:
         self._moves.clear()

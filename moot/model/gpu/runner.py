@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moot.core.errors import ConfigError, ContextLengthExceeded, ModelRefused
-from moot.core.types import ROOT, ModelInfo
-from moot.model.attention import depths_of
+from moot.core.errors import ConfigError, ModelRefused
+from moot.core.types import ModelInfo
 from moot.model.determinism import NATURAL, Padding, RowRules
+from moot.model.drivable import distance, most_distance
 from moot.model.gpu.attention import kernel_supports
 from moot.model.gpu.graphs import Graphs
 from moot.model.gpu.lean import LeanModel, tiled_linear
 from moot.model.gpu.plan import Planner, Sizes, unpack
 from moot.model.gpu.pool import PagedCache, PagedPool, upload
+from moot.model.inputs import SequenceInput, check_inputs
 from moot.model.load import LoadedModel
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.runner import ModelRunner, no_progress
 
 TILE_ROWS = 64
 """Rows of each product in deterministic mode. Weights are streamed once for all of them: fewer cost the same."""
@@ -34,10 +35,6 @@ MOST_GRAPH_ROWS = 256
 """Steps with more rows are long enough to hide their launches."""
 
 _PROOF_TOKENS = 24
-
-
-def _no_progress() -> None:
-    pass
 
 
 class GpuRunner(ModelRunner):
@@ -100,7 +97,7 @@ class GpuRunner(ModelRunner):
         return PagedCache(self.pool)
 
     @torch.inference_mode()
-    def forward(self, inputs: Sequence[SequenceInput], progress: Callable[[], None] = _no_progress) -> list[Tensor]:
+    def forward(self, inputs: Sequence[SequenceInput], progress: Callable[[], None] = no_progress) -> list[Tensor]:
         """As `ModelRunner.forward`; returns before the device has finished. `progress` is called at both ends."""
         progress()
         planner, moves = self._plan_inputs(inputs)
@@ -114,38 +111,17 @@ class GpuRunner(ModelRunner):
         return list(logits[: sum(counts)].split(counts))
 
     def _plan_inputs(self, inputs: Sequence[SequenceInput]) -> tuple[Planner, list[tuple[int, int]]]:
-        if len({id(item.cache) for item in inputs}) != len(inputs):
-            raise ValueError("two inputs share a cache")
-        laid_out = []
-        for item in inputs:
-            parents = item.parents if item.parents is not None else range(ROOT, len(item.token_ids) - 1)
-            if len(parents) != len(item.token_ids):
-                raise ValueError("every token needs a parent")
-            depths = depths_of(parents)
-            self._check(item, max(depths, default=-1) + 1)
-            laid_out.append((item, _paged(item), list(parents), depths))
+        checked = check_inputs(inputs, PagedCache, self.loaded.num_embeddings, self.info.context_limit)
         planner = Planner(self.pool, TILE_ROWS if self.deterministic else 1)
         moves: list[tuple[int, int]] = []
-        for item, cache, parents, depths in laid_out:
-            if depths:
-                planner.add(cache, item.token_ids, parents, depths, item.logit_rows)
+        for item in checked:
+            if item.depths:
+                planner.add(item.cache, item.token_ids, item.parents, item.depths, item.logit_rows)
         # Nothing below raises: moves that are taken are done.
-        for _, cache, _, depths in laid_out:
-            if depths:
-                moves += cache.take_moves()
+        for item in checked:
+            if item.depths:
+                moves += item.cache.take_moves()
         return planner, moves
-
-    def _check(self, item: SequenceInput, num_levels: int) -> None:
-        rows = self.loaded.num_embeddings
-        if any(not 0 <= token_id < rows for token_id in item.token_ids):
-            raise ValueError(f"a token id is outside the model's {rows} embeddings")
-        if any(not 0 <= row < len(item.token_ids) for row in item.logit_rows):
-            raise ValueError("a logit row is outside the input")
-        needed = item.cache.length + num_levels
-        if needed > self.info.context_limit:
-            raise ContextLengthExceeded(f"{needed} tokens exceed the model's context of {self.info.context_limit}")
-        # Siblings share a position, but each has a slot until it is known which of them stays.
-        item.cache.reserve(item.cache.length + len(item.token_ids))
 
     def _run(self, planner: Planner) -> Tensor:
         rounds = self._rounds_sizes and len(planner.host.token_ids) <= MOST_GRAPH_ROWS
@@ -194,14 +170,6 @@ def _prove_equal(runner: GpuRunner) -> None:
             found += runner.forward([SequenceInput(cache, chunk, None, range(len(chunk)))])
             cache.commit(range(len(chunk)))
     cache.free()
-    ours, theirs = torch.cat(found).double(), expected.double()
-    distance = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-30)).max().item()
-    bound = 1e-3 if runner.dtype in (torch.float32, torch.float64) else 0.1
-    if not distance <= bound:
-        raise ModelRefused(f"{runner.info.model}: logits differ from the model's own by {distance:.2g}")
-
-
-def _paged(item: SequenceInput) -> PagedCache:
-    if not isinstance(item.cache, PagedCache):
-        raise TypeError("the cache is another runner's")
-    return item.cache
+    apart = distance(torch.cat(found), expected)
+    if not apart <= most_distance(runner.dtype):
+        raise ModelRefused(f"{runner.info.model}: logits differ from the model's own by {apart:.2g}")

@@ -15,7 +15,8 @@ from verifier_driver import MakeEngine, Result, Script, play, run
 
 from moot import faults
 from moot.core.types import ROOT, Draft, FinishReason, SamplingParams
-from moot.model.runner import ModelRunner, SequenceInput
+from moot.model.inputs import SequenceInput
+from moot.model.runner import ModelRunner
 from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finish, Open, Opened, Verified, Verify
 from services.verifier.engine import Engine
 from services.verifier.sessions import Work
