@@ -37,13 +37,14 @@ FIRST_SEED = 11
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Scripted costs of one machine, in seconds, and the drafter's chances by depth."""
+    """Scripted costs of one machine, in seconds, the drafter's chances by depth, and how steps take requests."""
 
     step: StepCost
     draft: DraftTime
     round_s: float
     network_s: float
     chances: tuple[float, ...]
+    batching: str
 
 
 CPU = StepCost.line(0.037, 0.0025, 16, 0.0002)
@@ -51,9 +52,9 @@ GPU = StepCost.line(0.030, 0.0002, 64, 0.00002)
 MODEL_FREE = DraftTime(0.0008, 0.00005)
 NEURAL = DraftTime(0.0, 0.003)
 MACHINES = {
-    "CPU, text that repeats itself": Costs(CPU, MODEL_FREE, 0.0006, 0.0002, (0.75,)),
-    "CPU, free writing": Costs(CPU, MODEL_FREE, 0.0006, 0.0002, (0.06,)),
-    "GPU, neural drafters": Costs(GPU, NEURAL, 0.00035, 0.001, (0.8, 0.75, 0.7)),
+    "CPU, text that repeats itself": Costs(CPU, MODEL_FREE, 0.0003, 0.0002, (0.75,), "gathered"),
+    "CPU, free writing": Costs(CPU, MODEL_FREE, 0.0003, 0.0002, (0.06,), "gathered"),
+    "GPU, neural drafters": Costs(GPU, NEURAL, 0.00035, 0.001, (0.8, 0.75, 0.7), "ready"),
 }
 
 
@@ -64,9 +65,14 @@ def simulate(costs: Costs, concurrency: int, length: int | None, noise: float, r
     seconds = max(rounds / concurrency * 1.5, 200) * step_s
     replicas = max(2, concurrency)
     scenario = Scenario(
-        verifier=VerifierPlan(costs.step, noise=noise),
+        verifier=VerifierPlan(costs.step, batching=costs.batching, noise=noise),
         pools=(PoolPlan("drafter", replicas, costs.draft, noise=noise),),
-        router=RouterPlan(round_s=costs.round_s, network_s=costs.network_s, num_speculative_tokens=length),
+        router=RouterPlan(
+            round_s=costs.round_s * 0.6,
+            behind_s=costs.round_s * 0.4,
+            network_s=costs.network_s,
+            num_speculative_tokens=length,
+        ),
         concurrency=concurrency,
         warm_up_s=seconds,
         measure_s=seconds,

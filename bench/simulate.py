@@ -118,14 +118,15 @@ class Predictor:
     def run(self, costs: ProcessCosts, concurrency: int, recordings: list[Recording], stretch: float) -> Outcome:
         per_round = costs.round_s
         scenario = Scenario(
-            verifier=VerifierPlan(self._cost.stretched(stretch), threads=2, max_num_seqs=32),
+            verifier=VerifierPlan(self._cost.stretched(stretch), batching="gathered", threads=2, max_num_seqs=32),
             pools=tuple(
                 PoolPlan(kind, time=DraftTime(0.0, 0.0), overhead_s=costs.drafter_ask_s[f"drafter-{kind}"])
                 for kind in self._kinds
             ),
             router=RouterPlan(
                 open_s=per_round["router"],
-                round_s=per_round["router"],
+                round_s=(1 - costs.behind) * per_round["router"],
+                behind_s=costs.behind * per_round["router"],
                 ask_s=costs.ask_s,
                 network_s=self._hop_s,
                 beside_s=(per_round.get("store", 0.0), per_round["client"]),

@@ -212,7 +212,8 @@ async def step_table(
 class Run:
     """`concurrency` streams over some prompts. CPU in seconds, of each process, over the run. Steps, the requests in
     them and the tokens in them as the verifier counts; `draft_s`, `verify_s`: what rounds waited for, summed;
-    `drafted`: rounds that asked the drafters, for `asked_tokens` together."""
+    `drafted`: rounds that asked the drafters, for `asked_tokens` together; `turn_s`: of those the router's own time
+    until its questions and its drafts were written."""
 
     tokens: int
     elapsed_s: float
@@ -226,6 +227,7 @@ class Run:
     verify_s: float
     drafted: float
     asked_tokens: float
+    turn_s: float
 
     @property
     def tokens_per_s(self) -> float:
@@ -318,21 +320,25 @@ def run_load(system: System, model: str, prompts: Sequence[str], concurrency: in
         moved(0, "moot_round_duration_seconds_sumverify"),
         moved(0, "moot_speculation_length_count") - undrafted,
         moved(0, "moot_speculation_length_sum"),
+        moved(0, "moot_round_turn_seconds_sumverify") + moved(0, "moot_round_turn_seconds_sumpropose"),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessCosts:
-    """CPU seconds: of each process per round, of the router for asking on top of that, of a drafter per ask."""
+    """CPU seconds: of each process per round, of the router for asking on top of that, of a drafter per ask.
+    `behind`: the part of the router's that follows when its questions are written."""
 
     round_s: dict[str, float]
     ask_s: float
     drafter_ask_s: dict[str, float]
+    behind: float
 
 
 def process_costs(measured: Mapping[int, Sequence[Run]]) -> dict[int, ProcessCosts]:
     """By concurrency. What asking costs the router is told by runs of one concurrency that asked more and less often:
-    the least-squares slope of CPU per round over the share of rounds that asked, one for all."""
+    the least-squares slope of CPU per round over the share of rounds that asked, one for all. What is behind the
+    questions is told by the fewest requests, which do not wait for each other at the router."""
     top = bottom = 0.0
     for runs in measured.values():
         whole = total(runs)
@@ -344,6 +350,8 @@ def process_costs(measured: Mapping[int, Sequence[Run]]) -> dict[int, ProcessCos
     everything = total([run for runs in measured.values() for run in runs])
     drafters = [name for name in everything.cpu_s if name.startswith("drafter-")]
     drafter_ask_s = {name: everything.cpu_s[name] / max(everything.drafted, 1) for name in drafters}
+    alone = total(measured[min(measured)])
+    behind = min(max(1 - alone.turn_s / alone.cpu_s["router"], 0.0), 0.8)
     found = {}
     for concurrency, runs in measured.items():
         whole = total(runs)
@@ -351,5 +359,5 @@ def process_costs(measured: Mapping[int, Sequence[Run]]) -> dict[int, ProcessCos
         share = whole.drafted / whole.rounds
         ask_s = min(max(top / bottom, 0.0), round_s["router"]) if bottom else 0.0
         round_s["router"] -= share * ask_s
-        found[concurrency] = ProcessCosts(round_s, ask_s, drafter_ask_s)
+        found[concurrency] = ProcessCosts(round_s, ask_s, drafter_ask_s, behind)
     return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from bench.intervals import Interval, ratios
 from bench.report import publish
 from moot.commands.common import say
 from moot.config import option
@@ -29,16 +31,17 @@ CORRELATION = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    simulated_s: float = option(8.0, help="simulated seconds counted per point of a report, after as many to warm up")
+    simulated_s: float = option(2.0, help="simulated seconds counted per point of a report, after as many to warm up")
     max_verifiers: int = option(1000, help="largest installation of the report `scale`")
-    sim_seed: int = option(1, help="seed of the simulated requests")
+    sim_seed: int = option(1, help="first seed of the simulated requests")
+    sim_seeds: int = option(7, help="seeds per point; each table has medians and 95 % intervals over them")
 
 
 def base(config: ReportConfig, **changes: Any) -> Scenario:
     """One verifier, 32 requests, one drafter of four replicas; costs like a GPU's."""
     scenario = Scenario(
         verifier=VerifierPlan(StepCost.line(0.030, 0.0002, 64, 0.00005)),
-        pools=(PoolPlan("neural", replicas=4, time=DraftTime(0.0, 0.003)),),
+        pools=(neural(4),),
         router=RouterPlan(network_s=0.001),
         concurrency=32,
         warm_up_s=config.simulated_s,
@@ -47,87 +50,104 @@ def base(config: ReportConfig, **changes: Any) -> Scenario:
     return replace(scenario, **changes)
 
 
-def run(config: ReportConfig, scenario: Scenario, what: str, classes: Sequence[LoadClass] = MIXED) -> Outcome:
+def neural(replicas: int, ahead_tokens: int = 0) -> PoolPlan:
+    return PoolPlan("neural", replicas=replicas, time=DraftTime(0.0, 0.003, 0.0002), ahead_tokens=ahead_tokens)
+
+
+def run(config: ReportConfig, scenario: Scenario, what: str, seeds: int | None = None) -> list[Outcome]:
+    """One outcome per seed."""
     begin = time.monotonic()
-    texts = RandomTexts(classes, [CHANCES] * len(scenario.pools), CORRELATION, config.sim_seed)
     told = [begin]
+    outcomes: list[Outcome] = []
+    count = seeds or config.sim_seeds
 
     def progress(part: float) -> None:
         if time.monotonic() - told[0] > 10:
             told[0] = time.monotonic()
-            say(f"  {what}: {part:.0%}")
+            say(f"  {what}: {(len(outcomes) + part) / count:.0%}")
 
-    outcome = World(scenario, texts).run(progress)
-    say(f"{what}: {outcome.tokens_per_s:,.0f} tokens/s ({time.monotonic() - begin:.1f} s)")
-    return outcome
+    for seed in range(config.sim_seed, config.sim_seed + count):
+        texts = RandomTexts(MIXED, [CHANCES] * len(scenario.pools), CORRELATION, seed)
+        outcomes.append(World(scenario, texts).run(progress))
+    say(f"{what}: {speeds(outcomes).text(0)} tokens/s ({time.monotonic() - begin:.0f} s)")
+    return outcomes
+
+
+def speeds(outcomes: Sequence[Outcome]) -> Interval:
+    return over(outcomes, lambda one: one.tokens_per_s)
+
+
+def over(outcomes: Sequence[Outcome], value: Callable[[Outcome], float]) -> Interval:
+    return Interval.of([value(one) for one in outcomes])
+
+
+def against(outcomes: Sequence[Outcome], others: Sequence[Outcome]) -> Interval:
+    """Of tokens/s, seed by seed."""
+    return ratios([one.tokens_per_s for one in outcomes], [one.tokens_per_s for one in others])
 
 
 def drafters(config: ReportConfig) -> None:
-    """Goodput against drafter replicas per verifier."""
-    verifiers, rows, points = 4, [], []
+    """Goodput against drafter replicas per verifier, and with several drafters that vote."""
+    verifiers, rows, points = 2, [], []
     off = run(
         config,
         base(config, num_verifiers=verifiers, router=RouterPlan(network_s=0.001, num_speculative_tokens=0)),
-        "off",
+        "no drafting",
     )
-    for replicas in (1, 2, 4, 8, 16, 32):
-        pools = (PoolPlan("neural", replicas=replicas, time=DraftTime(0.0, 0.003, 0.0002)),)
-        found = run(config, base(config, num_verifiers=verifiers, pools=pools), f"{replicas} replicas")
-        points.append((replicas / verifiers, found.tokens_per_s / verifiers))
+    electorates = [(1, replicas) for replicas in (1, 2, 4, 8, 16)] + [(2, 4), (3, 4)]
+    for count, replicas in electorates:
+        pools = tuple(replace(neural(replicas), drafter_id=f"neural-{index}") for index in range(count))
+        scenario = base(config, num_verifiers=verifiers, pools=pools)
+        found = run(config, scenario, f"{count} drafters of {replicas} replicas")
+        ratio = against(found, off)
+        if count == 1:
+            points.append((replicas / verifiers, ratio.median, ratio.low, ratio.high))
         rows.append(
             (
+                count,
                 f"{replicas / verifiers:g}",
-                f"{found.tokens_per_s / verifiers:,.0f}",
-                f"{found.tokens_per_s / off.tokens_per_s:.2f}",
-                f"{found.mean_length:.1f}",
-                f"{found.tokens_per_round:.2f}",
-                f"{found.drafter_utilisation:.0%}",
-                f"{found.verifier_utilisation:.0%}",
+                f"{speeds(found).median / verifiers:,.0f}",
+                ratio.text(),
+                f"{over(found, lambda one: one.mean_length).median:.1f}",
+                f"{over(found, lambda one: one.tokens_per_round).median:.2f}",
+                f"{over(found, lambda one: one.drafter_utilisation).median:.0%}",
+                f"{over(found, lambda one: one.verifier_utilisation).median:.0%}",
             )
         )
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        axes.semilogx([x for x, _ in points], [y for _, y in points], "o-", base=2, label="drafting")
-        axes.axhline(off.tokens_per_s / verifiers, color="grey", label="no drafting")
-        axes.set(xlabel="drafter replicas per verifier", ylabel="tokens/s per verifier", ylim=(0, None))
+        places, middle, low, high = zip(*points, strict=True)
+        axes.semilogx(places, middle, "o-", base=2, label="drafting, one drafter")
+        axes.fill_between(places, low, high, alpha=0.3)
+        axes.axhline(1.0, color="grey", label="no drafting")
+        axes.set(xlabel="drafter replicas per verifier", ylabel="tokens/s, of no drafting", ylim=(0, None))
         axes.legend()
 
     header = (
-        "drafters per verifier",
-        "tokens/s per verifier",
-        "of no drafting",
-        "mean K",
-        "tokens/round",
-        "drafters busy",
-        "verifiers busy",
+        *("drafters that vote", "replicas of each per verifier", "tokens/s per verifier", "of no drafting (95 %)"),
+        *("mean K", "tokens/round", "drafters busy", "verifiers busy"),
     )
-    publish(
-        "simulate_drafters",
-        header,
-        rows,
-        {"points": points, "off": off.tokens_per_s / verifiers},
-        draw,
-        script="simulate",
-    )
+    publish("simulate_drafters", header, rows, {"seeds": config.sim_seeds, "points": points}, draw, script="simulate")
 
 
 def router(config: ReportConfig) -> None:
     """Where one router process saturates."""
     rows, points = [], []
-    for count in (1, 2, 4, 8, 16, 24, 32):
-        pools = (PoolPlan("neural", replicas=4 * count, time=DraftTime(0.0, 0.003)),)
-        found = run(config, base(config, num_verifiers=count, pools=pools), f"{count} verifiers, one router")
-        points.append((count, found.tokens_per_s, found.router_utilisation))
+    for count in (1, 4, 8, 12, 16):
+        scenario = base(config, num_verifiers=count, pools=(neural(4 * count),))
+        found = run(config, scenario, f"{count} verifiers, one router")
+        speed, busy = speeds(found), over(found, lambda one: one.router_utilisation)
+        points.append((count, speed.median, busy.median))
         rows.append(
             (
                 count,
                 count * 32,
-                f"{found.tokens_per_s:,.0f}",
-                f"{found.tokens_per_s / count:,.0f}",
-                f"{found.router_utilisation:.0%}",
-                f"{found.round_ms:.0f}",
-                f"{found.verifier_utilisation:.0%}",
+                speed.text(0),
+                f"{speed.median / count:,.0f}",
+                f"{busy.median:.0%}",
+                f"{over(found, lambda one: one.round_ms).median:.0f}",
+                f"{over(found, lambda one: one.verifier_utilisation).median:.0%}",
             )
         )
 
@@ -139,137 +159,150 @@ def router(config: ReportConfig) -> None:
         right.plot([x for x, _, _ in points], [100 * y for _, _, y in points], "o-")
         right.set(xlabel="verifiers behind one router process", ylabel="router CPU, % of a core")
 
-    header = ("verifiers", "requests", "tokens/s", "per verifier", "router busy", "round ms", "verifiers busy")
-    publish("simulate_router", header, rows, {"points": points}, draw, script="simulate")
+    header = ("verifiers", "requests", "tokens/s (95 %)", "per verifier", "router busy", "round ms", "verifiers busy")
+    publish("simulate_router", header, rows, {"seeds": config.sim_seeds, "points": points}, draw, script="simulate")
 
 
 def overlap(config: ReportConfig) -> None:
     """What draft-ahead and the ways to put batches together bring."""
-    rows, bars = [], []
-    for concurrency in (1, 16):
-        reference = 0.0
-        for ahead in (0, 8):
-            for batching in BATCHINGS:
-                pools = (PoolPlan("neural", replicas=4, time=DraftTime(0.0, 0.003), ahead_tokens=ahead),)
-                plan = replace(base(config).verifier, batching=batching)
-                name = f"{concurrency} requests, {batching}, ahead {ahead}"
-                found = run(config, base(config, concurrency=concurrency, pools=pools, verifier=plan), name)
-                reference = reference or found.tokens_per_s
-                bars.append((name, found.tokens_per_s / reference))
-                rows.append(
-                    (
-                        concurrency,
-                        batching,
-                        "yes" if ahead else "no",
-                        f"{found.tokens_per_s:,.0f}",
-                        f"{found.tokens_per_s / reference:.2f}",
-                        f"{found.from_ahead:.0%}",
-                        f"{found.round_ms:.0f}",
-                        f"{found.mean_length:.1f}",
-                    )
-                )
+    found = {
+        (concurrency, batching, ahead): run(
+            config,
+            base(
+                config,
+                concurrency=concurrency,
+                pools=(neural(4, ahead),),
+                verifier=replace(base(config).verifier, batching=batching),
+            ),
+            f"{concurrency} requests, {batching}, ahead {ahead}",
+        )
+        for concurrency in (1, 16, 32)
+        for ahead in (0, 8)
+        for batching in (BATCHINGS if concurrency > 1 else BATCHINGS[:1])
+    }
+    ratio = {plan: against(outcomes, found[plan[0], BATCHINGS[0], 0]) for plan, outcomes in found.items()}
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        axes.barh([name for name, _ in bars][::-1], [value for _, value in bars][::-1])
+        plans = list(ratio)[::-1]
+        middle = [ratio[plan].median for plan in plans]
+        below = [ratio[plan].median - ratio[plan].low for plan in plans]
+        above = [ratio[plan].high - ratio[plan].median for plan in plans]
+        axes.barh([f"{plan[0]} requests, {plan[1]}, ahead {plan[2]}" for plan in plans], middle, xerr=[below, above])
         axes.set(xlabel="tokens/s, of taking what is ready without drafting ahead")
 
-    header = ("requests", "batches", "draft-ahead", "tokens/s", "ratio", "answers from ahead", "round ms", "mean K")
-    publish("simulate_overlap", header, rows, {"bars": bars}, draw, script="simulate")
+    rows = [
+        (
+            concurrency,
+            batching,
+            "yes" if ahead else "no",
+            f"{speeds(outcomes).median:,.0f}",
+            ratio[concurrency, batching, ahead].text(),
+            f"{over(outcomes, lambda one: one.from_ahead).median:.0%}",
+            f"{over(outcomes, lambda one: one.round_ms).median:.0f}",
+            f"{over(outcomes, lambda one: one.requests_per_step).median:.1f}",
+            f"{over(outcomes, lambda one: one.mean_length).median:.1f}",
+        )
+        for (concurrency, batching, ahead), outcomes in found.items()
+    ]
+    header = (
+        *("requests", "batches", "draft-ahead", "tokens/s", "of `ready`, no (95 %)", "answers from ahead"),
+        *("round ms", "requests/step", "mean K"),
+    )
+    facts = {"seeds": config.sim_seeds, "ratios": {str(plan): asdict(one) for plan, one in ratio.items()}}
+    publish("simulate_overlap", header, rows, facts, draw, script="simulate")
 
 
 def loss(config: ReportConfig) -> None:
-    """What losing a tenth of the drafters, or of the verifiers, costs."""
+    """What losing a tenth of the drafters, or of the verifiers, costs: beside the same seed without a loss."""
     verifiers, rows, lines = 10, [], {}
-    span = 3 * config.simulated_s
-    for name, drafters_lost, verifiers_lost, replicas in (
-        ("none, 4 drafters per verifier", 0.0, 0.0, 4),
-        ("10 % of the drafters, 4 per verifier", 0.1, 0.0, 4),
-        ("none, 1 drafter per verifier", 0.0, 0.0, 1),
-        ("10 % of the drafters, 1 per verifier", 0.1, 0.0, 1),
-        ("10 % of the verifiers", 0.0, 0.1, 4),
-    ):
-        pools = (PoolPlan("neural", replicas=replicas * verifiers, time=DraftTime(0.0, 0.003, 0.0002)),)
-        scenario = base(
-            config,
-            num_verifiers=verifiers,
-            num_routers=4,
-            pools=pools,
-            warm_up_s=0.0,
-            measure_s=span,
-            fail_at_s=2 * span / 3,
-            failed_drafters=drafters_lost,
-            failed_verifiers=verifiers_lost,
-        )
-        found = run(config, scenario, name)
-        lines[name] = found.over_time
-        before = mean(found.over_time, span / 3, 2 * span / 3)
-        dip = min(speed for at, speed in found.over_time if 2 * span / 3 < at <= 2 * span / 3 + 1.0)
-        after = mean(found.over_time, 2 * span / 3 + 1.0, span)
-        rows.append(
-            (
-                name,
-                f"{before:,.0f}",
-                f"{dip / before - 1:+.0%}",
-                f"{after / before - 1:+.1%}",
-                found.num_moves,
-                f"{found.late_per_round:.4f}",
+    fail_at = 2 * config.simulated_s
+    span = fail_at + config.simulated_s
+    for replicas in (4, 1):
+        cases = [("nothing", 0.0, 0.0), ("10 % of the drafters", 0.1, 0.0)]
+        if replicas == 4:
+            cases.append(("10 % of the verifiers", 0.0, 0.1))
+        whole: list[Outcome] = []
+        for name, drafters_lost, verifiers_lost in cases:
+            scenario = base(
+                config,
+                num_verifiers=verifiers,
+                num_routers=2,
+                concurrency=16,
+                pools=(neural(replicas * verifiers),),
+                warm_up_s=0.0,
+                measure_s=span,
+                fail_at_s=fail_at,
+                failed_drafters=drafters_lost,
+                failed_verifiers=verifiers_lost,
             )
-        )
+            what = f"{name}, {replicas} drafters per verifier"
+            found = run(config, scenario, what)
+            whole = whole or found
+            lines[what] = found[0].over_time
+
+            def part(begin: float, end: float, found: list[Outcome] = found, whole: list[Outcome] = whole) -> str:
+                pairs = zip(found, whole, strict=True)
+                return Interval.of(
+                    [mean(one.over_time, begin, end) / mean(other.over_time, begin, end) for one, other in pairs]
+                ).text()
+
+            rows.append(
+                (
+                    what,
+                    f"{statistics.median(mean(one.over_time, fail_at / 2, fail_at) for one in found):,.0f}",
+                    part(fail_at, fail_at + 0.5),
+                    part(fail_at + 0.5, span),
+                    f"{over(found, lambda one: one.num_moves).median:.0f}",
+                    f"{over(found, lambda one: one.late_per_round).median:.4f}",
+                )
+            )
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for name, line in lines.items():
             axes.plot([at for at, _ in line], [speed for _, speed in line], label=name)
-        axes.axvline(2 * span / 3, color="grey", linestyle="--")
+        axes.axvline(fail_at, color="grey", linestyle="--")
         axes.set(xlabel="seconds", ylabel="tokens/s", ylim=(0, None))
         axes.legend(fontsize=8)
 
     header = (
-        "lost",
-        "tokens/s before",
-        "worst quarter second",
-        "from one second later",
-        "requests moved",
-        "late proposals per round",
+        *("lost", "tokens/s before", "first half second, of no loss (95 %)", "after it, of no loss (95 %)"),
+        *("requests moved", "late proposals per round"),
     )
-    publish("simulate_loss", header, rows, {"over_time": lines}, draw, script="simulate")
+    publish("simulate_loss", header, rows, {"seeds": config.sim_seeds, "over_time": lines}, draw, script="simulate")
 
 
 def scale(config: ReportConfig) -> None:
-    """Large installations: the same per verifier, and how long the simulation takes."""
+    """Large installations: the same per verifier, and how long the simulation takes. The largest with one seed."""
     rows, points = [], []
-    for count in [n for n in (10, 100, 1000) if n <= config.max_verifiers] or [config.max_verifiers]:
+    sizes = [n for n in (10, 100, 1000) if n <= config.max_verifiers] or [config.max_verifiers]
+    for count in sizes:
         scenario = base(
             config,
             num_verifiers=count,
             num_routers=max(1, count // 5),
             concurrency=16,
-            pools=(PoolPlan("neural", replicas=2 * count, time=DraftTime(0.0, 0.003)),),
-            warm_up_s=1.5,
-            measure_s=2.0,
+            pools=(neural(2 * count),),
+            warm_up_s=1.0,
+            measure_s=1.0,
         )
+        seeds = {10: config.sim_seeds, 100: 3}.get(count, 1)
         begin = time.monotonic()
-        found = run(config, scenario, f"{count} verifiers")
-        took = time.monotonic() - begin
-        points.append((count, found.tokens_per_s, took))
-        rows.append(
-            (count, count * 16, f"{found.tokens_per_s:,.0f}", f"{found.tokens_per_s / count:,.0f}", f"{took:.0f}")
-        )
+        found = run(config, scenario, f"{count} verifiers", seeds)
+        took = (time.monotonic() - begin) / seeds
+        speed = speeds(found)
+        points.append((count, speed.median, took))
+        each = Interval(speed.median / count, speed.low / count, speed.high / count)
+        rows.append((count, count * 16, seeds, f"{speed.median:,.0f}", each.text(0), f"{took:.0f}"))
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         axes.loglog([x for x, _, _ in points], [y for _, y, _ in points], "o-")
         axes.set(xlabel="verifiers", ylabel="tokens/s")
 
-    publish(
-        "simulate_scale",
-        ("verifiers", "requests", "tokens/s", "per verifier", "simulated in s"),
-        rows,
-        {"points": points},
-        draw,
-        script="simulate",
-    )
+    header = ("verifiers", "requests", "seeds", "tokens/s", "per verifier (lowest to highest)", "one seed takes, s")
+    publish("simulate_scale", header, rows, {"points": points}, draw, script="simulate")
 
 
 def mean(line: Sequence[tuple[float, float]], begin: float, end: float) -> float:

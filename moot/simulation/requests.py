@@ -21,12 +21,14 @@ CONTEXT_LIMIT = 1 << 20
 @dataclass(frozen=True, slots=True)
 class RouterPlan:
     """`open_s`, `round_s`: CPU of a router for a request's opening and for a round, half of it before drafting and half
-    before verifying; `ask_s`: what a round that drafts costs more, half before asking and half after. `network_s`: one
-    way between any two processes. The deadlines count from the asking."""
+    before verifying; `ask_s`: what a round that drafts costs more, half before asking and half after; `behind_s`: what
+    follows on asking (learning, counting, record, stream). `network_s`: one way between any two processes. The
+    deadlines count from the asking."""
 
     open_s: float = 0.001
-    round_s: float = 0.00035
+    round_s: float = 0.0002
     ask_s: float = 0.0
+    behind_s: float = 0.00015
     network_s: float = 0.0002
     soft_deadline_s: float = 0.05
     hard_deadline_s: float = 0.25
@@ -139,23 +141,28 @@ class Request:
     def _take(self, verifier: Verifier, found: Verification) -> None:
         if verifier is not self._verifier:
             return
+        learn = _nothing
         if self._box is None:
             self._generation.open(found)
             self._counts.tokens += 1
         else:
-            self._learn(self._box, found)
+            learn = self._advance(self._box, found)
         for server, seconds in zip(self._beside, self._plan.beside_s, strict=True):
             server.work(seconds, _nothing)
         if self._generation.is_finished:
+            learn()
             self._end()
         else:
+            # Drafters work while the router learns; so K knows the rounds before this one.
             self._ask()
+            learn()
+        self._work(self._plan.behind_s, _nothing)
 
-    def _learn(self, box: _Box, found: Verification) -> None:
+    def _advance(self, box: _Box, found: Verification) -> Callable[[], None]:
+        """Commit a round; returns what learns from it."""
         result = box.result
         assert result is not None
         advance = self._generation.advance(found, result.draft, box.proposals, result.winner_ids)
-        self._policy.learn(box.plan, result, advance, found, box.draft_s, self._timeline.now - box.asked_at)
         counts = self._counts
         counts.tokens += len(advance.token_ids)
         counts.rounds += 1
@@ -163,6 +170,8 @@ class Request:
         counts.accepted += advance.num_accepted
         counts.round_s += self._timeline.now - self._round_at
         counts.draft_s += box.draft_s if box.plan.num_speculative_tokens else 0.0
+        round_s = self._timeline.now - box.asked_at
+        return lambda: self._policy.learn(box.plan, result, advance, found, box.draft_s, round_s)
 
     def _ask(self) -> None:
         plan = self._policy.plan(self._generation, CONTEXT_LIMIT)

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moot.core.acceptance import walk
-from moot.core.gathering import Gathering
+from moot.core.gathering import CPU_SHARE, Gathering
 from moot.core.scheduler import Batch, Limits, Scheduler
 from moot.core.types import Draft, Verification
 from moot.simulation.costs import StepCost
 from moot.simulation.events import Action, Cores, Timeline
 from moot.simulation.texts import Text
 
-BATCHINGS = ("gathered", "ready", "whole", "dual")
-"""`gathered`: a step waits a moment for requests that usually answer so soon (what the verifier does); `ready`: it
-takes what is there when it begins; `whole`: it waits for all of its requests; `dual`: for all of one half of them, the
-halves taking turns while the other half drafts."""
+BATCHINGS = ("ready", "gathered", "whole", "dual")
+"""`ready`: a step takes what is there when it begins (a verifier on a GPU); `gathered`: after a moment's wait for
+requests that usually answer so soon (on a CPU); `whole`: it waits for all of its requests; `dual`: for all of one half
+of them, the halves taking turns while the other half drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class VerifierPlan:
     shared. `noise`: each step takes up to so much more or less, as a part of its time."""
 
     cost: StepCost
-    batching: str = "gathered"
-    gather_share: float = 0.5
+    batching: str = "ready"
+    gather_share: float = CPU_SHARE
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     prefill_chunk_tokens: int = 256

@@ -34,8 +34,10 @@ class VerifierConfig(LinkOptions):
     max_num_seqs: int = option(32, help="sessions that hold KV cache at a time, so requests in a batch")
     max_num_batched_tokens: int = option(1024, help="tokens of one forward pass, drafts and prefill chunks together")
     prefill_chunk_tokens: int = option(256, help="prompt tokens of one forward pass, all prompts together")
-    gather_share: float = option(
-        0.5, help="part of a step's time that the next one may wait for drafts that usually come so soon; 0: none"
+    gather_share: float | None = option(
+        None,
+        help="part of a step's time that the next one may wait for drafts that usually come so soon; 0: none; "
+        "none given: 0.5 on the CPU, 0 elsewhere",
     )
     max_draft_tokens: int = option(64, help="draft tokens that one verify may carry")
     max_waiting_seqs: int = option(256, help="sessions that may wait for KV cache; more are refused")
@@ -65,7 +67,7 @@ class VerifierConfig(LinkOptions):
         )
         if self.max_num_batched_tokens < self.prefill_chunk_tokens + self.max_draft_tokens + 1:
             raise ConfigError("max_num_batched_tokens must hold a prefill chunk and one draft")
-        if not 0 <= self.gather_share <= 1:
+        if self.gather_share is not None and not 0 <= self.gather_share <= 1:
             raise ConfigError("gather_share must be 0 to 1")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigError("kv_memory_fraction must be above 0 and at most 1")

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moot.core.gathering import Gathering
+from moot.core.gathering import CPU_SHARE, Gathering
 from moot.core.scheduler import Batch, Limits, Scheduler
 from moot.core.types import ModelInfo, Verification
 from moot.metrics import Metrics
@@ -69,7 +69,9 @@ class Serving:
         self._intake = intake
         self._metrics = metrics
         self._idle_limit_s = config.session_idle_limit_s
-        self.gathering = Gathering(config.gather_share)
+        # Where a step is as quick as a draft, half of the requests draft while the others are verified.
+        usual = CPU_SHARE if runner.device.type == "cpu" else 0.0
+        self.gathering = Gathering(usual if config.gather_share is None else config.gather_share)
         self._sessions: dict[int, Session] = {}
         self._outbox: dict[Stream, list[Answer]] = defaultdict(list)
 

@@ -26,8 +26,10 @@ def test_the_policy_finds_the_best_length(machine: str, concurrency: int, noise:
 
 def test_nothing_is_drafted_at_saturation() -> None:
     """C32 where drafts would be accepted, steps are 30 % off, and every token costs its time: the vote sends nothing
-    there, so that a request which went on asking for drafts would ask for ever."""
+    there, so that a request which went on asking for drafts would ask for ever. Where steps gather, the router's turns
+    leave the verifier a tenth of its time, so that now and then a request does draft."""
     found = sweep("CPU, text that repeats itself", 64, 0.3, rounds=1000, lengths=(0,))
     (policy,) = found.policy
-    assert policy.lengths.get(0, 0) >= 0.95 * sum(policy.lengths.values())
+    assert policy.lengths.get(0, 0) >= 0.9 * sum(policy.lengths.values())
+    assert policy.tokens_per_round < 1.05
     assert found.of(0).median >= 0.95

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moot.simulation.costs import DraftTime, StepCost
@@ -67,6 +69,9 @@ def test_step_costs_are_straight_between_measured_points() -> None:
     line = StepCost.line(0.03, 0.001, 16)
     assert line.seconds(16, 4) == pytest.approx(0.03)
     assert line.seconds(26, 4) == pytest.approx(0.04)
+    longer = StepCost({1: [(1, 1.0)]}, 0.0, 0.002)
+    assert longer.seconds(1, 1, context_tokens=500) == pytest.approx(2.0)
+    assert longer.stretched(2.0).seconds(1, 1, context_tokens=500) == pytest.approx(4.0)
     with pytest.raises(ValueError, match="needs points"):
         StepCost({1: []})
 
@@ -82,7 +87,7 @@ def run(
     values: dict[str, object] = {
         "verifier": VerifierPlan(step or StepCost.line(0.030, 0.0, 64)),
         "pools": (PoolPlan("d", concurrency, DraftTime(0.0, 0.003)),),
-        "router": RouterPlan(open_s=0.0, round_s=0.0, network_s=0.001, num_speculative_tokens=length),
+        "router": RouterPlan(open_s=0.0, round_s=0.0, behind_s=0.0, network_s=0.001, num_speculative_tokens=length),
         "concurrency": concurrency,
         "warm_up_s": 2.0,
         "measure_s": 20.0,
@@ -109,6 +114,48 @@ def test_drafting_ahead_hides_drafting_where_all_is_accepted() -> None:
     found = run(1.0, pools=pools)
     assert found.from_ahead > 0.9
     assert found.tokens_per_s == pytest.approx(5 / 0.034, rel=0.08)
+
+
+def test_a_step_waits_for_those_who_are_about_to_come() -> None:
+    """Requests that come back within a fifth of a step fall into two groups where nothing waits, and share every step
+    where the verifier gathers them by its own rule; one that takes longer than the longest wait is left out."""
+    step = StepCost.line(0.030, 0.0, 64)
+    waits = {
+        (name, network_s): run(
+            0.0,
+            length=0,
+            concurrency=4,
+            verifier=VerifierPlan(step, batching=name),
+            router=RouterPlan(0.0, 0.001, behind_s=0.0, network_s=network_s, num_speculative_tokens=0),
+        )
+        for name in ("ready", "gathered")
+        for network_s in (0.001, 0.02)
+    }
+    assert waits["ready", 0.001].requests_per_step <= 2.1
+    assert waits["gathered", 0.001].requests_per_step >= 3.9
+    assert waits["gathered", 0.001].tokens_per_s > 1.5 * waits["ready", 0.001].tokens_per_s
+    assert waits["gathered", 0.02].tokens_per_s == pytest.approx(waits["ready", 0.02].tokens_per_s, rel=0.02)
+
+
+def test_a_router_s_work_counts_where_it_is_waited_for() -> None:
+    """Before asking and before verifying it makes rounds longer, behind the questions it does not; asking costs only
+    rounds that ask."""
+    plain = RouterPlan(0.0, 0.0, behind_s=0.0, network_s=0.001, num_speculative_tokens=4)
+    rounds = {
+        name: run(router=router).round_ms
+        for name, router in {
+            "plain": plain,
+            "front": replace(plain, round_s=0.004),
+            "asking": replace(plain, ask_s=0.004),
+            "behind": replace(plain, behind_s=0.004),
+            "not asking": replace(plain, ask_s=0.004, num_speculative_tokens=0),
+        }.items()
+    }
+    assert rounds["plain"] == pytest.approx(46.0, abs=0.1)
+    assert rounds["front"] == pytest.approx(50.0, abs=0.1)
+    assert rounds["asking"] == pytest.approx(50.0, abs=0.1)
+    assert rounds["behind"] == pytest.approx(46.0, abs=0.1)
+    assert rounds["not asking"] == pytest.approx(32.0, abs=0.1)
 
 
 def test_halves_in_turns_hide_drafting_in_each_others_steps() -> None:
