@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import selectors
 from pathlib import Path
 
 from bench.delay_line import DelayLine
@@ -36,7 +37,9 @@ def main() -> None:
     parser.add_argument("--network-ms", type=float, default=1.0)
     parser.add_argument("--drafters", required=True)
     parser.add_argument("--ready-file", type=Path)
-    asyncio.run(serve(parser.parse_args()))
+    # epoll's time-outs are whole milliseconds, rounded up: a step of 30 would take 31. Those of select are not.
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
+        runner.run(serve(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moot.v1 import token_pb2 as moot_dot_v1_dot_token__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmoot/v1/drafter_service.proto\x12\x07moot.v1\x1a\x13moot/v1/token.proto\"7\n\x0c\x44raftRequest\x12\'\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x15.moot.v1.DraftCommand\"\xd9\x01\n\x0c\x44raftCommand\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.moot.v1.OpenDraftSessionH\x00\x12#\n\x07propose\x18\x03 \x01(\x0b\x32\x10.moot.v1.ProposeH\x00\x12-\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x1b.moot.v1.FinishDraftSessionH\x00\x12+\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x1a.moot.v1.AbortDraftSessionH\x00\x42\t\n\x07\x63ommand\"\x8d\x01\n\x10OpenDraftSession\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x1c\n\x10output_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12)\n\x08sampling\x18\x04 \x01(\x0b\x32\x17.moot.v1.SamplingParams\"\xc8\x01\n\x07Propose\x12\x13\n\x0bround_index\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x1f\n\x13\x63ommitted_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x1e\n\x16num_speculative_tokens\x18\x04 \x01(\r\x12\r\n\x05width\x18\x05 \x01(\r\x12.\n\x0etop_candidates\x18\x06 \x01(\x0b\x32\x16.moot.v1.TopCandidates\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\"\x14\n\x12\x46inishDraftSession\"\x13\n\x11\x41\x62ortDraftSession\"6\n\rDraftResponse\x12%\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x14.moot.v1.DraftAnswer\"\xb3\x01\n\x0b\x44raftAnswer\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12%\n\x08proposed\x18\x02 \x01(\x0b\x32\x11.moot.v1.ProposedH\x00\x12\x37\n\x0funknown_session\x18\x03 \x01(\x0b\x32\x1c.moot.v1.UnknownDraftSessionH\x00\x12&\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x15.moot.v1.DrafterDrainH\x00\x42\x08\n\x06\x61nswer\"n\n\x08Proposed\x12\x13\n\x0bround_index\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12$\n\tproposals\x18\x03 \x03(\x0b\x32\x11.moot.v1.Proposal\x12\x12\n\ndrafted_ns\x18\x04 \x01(\x04\"*\n\x13UnknownDraftSession\x12\x13\n\x0bround_index\x18\x01 \x01(\x04\" \n\x0c\x44rafterDrain\x12\x10\n\x08grace_ms\x18\x01 \x01(\r\"\x18\n\x16\x44\x65scribeDrafterRequest\"Z\n\x17\x44\x65scribeDrafterResponse\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12!\n\x05model\x18\x03 \x01(\x0b\x32\x12.moot.v1.ModelInfo2\x9b\x01\n\x0e\x44rafterService\x12:\n\x05\x44raft\x12\x15.moot.v1.DraftRequest\x1a\x16.moot.v1.DraftResponse(\x01\x30\x01\x12M\n\x08\x44\x65scribe\x12\x1f.moot.v1.DescribeDrafterRequest\x1a .moot.v1.DescribeDrafterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmoot/v1/drafter_service.proto\x12\x07moot.v1\x1a\x13moot/v1/token.proto\"7\n\x0c\x44raftRequest\x12\'\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x15.moot.v1.DraftCommand\"\xd9\x01\n\x0c\x44raftCommand\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.moot.v1.OpenDraftSessionH\x00\x12#\n\x07propose\x18\x03 \x01(\x0b\x32\x10.moot.v1.ProposeH\x00\x12-\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x1b.moot.v1.FinishDraftSessionH\x00\x12+\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x1a.moot.v1.AbortDraftSessionH\x00\x42\t\n\x07\x63ommand\"\x8d\x01\n\x10OpenDraftSession\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x1c\n\x10output_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12)\n\x08sampling\x18\x04 \x01(\x0b\x32\x17.moot.v1.SamplingParams\"\xf2\x01\n\x07Propose\x12\x13\n\x0bround_index\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x1f\n\x13\x63ommitted_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x1e\n\x16num_speculative_tokens\x18\x04 \x01(\r\x12\r\n\x05width\x18\x05 \x01(\r\x12.\n\x0etop_candidates\x18\x06 \x01(\x0b\x32\x16.moot.v1.TopCandidates\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x13\n\x0btakes_ahead\x18\x08 \x01(\x08\x12\x13\n\x0bis_answered\x18\t \x01(\x08\"\x14\n\x12\x46inishDraftSession\"\x13\n\x11\x41\x62ortDraftSession\"6\n\rDraftResponse\x12%\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x14.moot.v1.DraftAnswer\"\xd4\x01\n\x0b\x44raftAnswer\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12%\n\x08proposed\x18\x02 \x01(\x0b\x32\x11.moot.v1.ProposedH\x00\x12\x37\n\x0funknown_session\x18\x03 \x01(\x0b\x32\x1c.moot.v1.UnknownDraftSessionH\x00\x12&\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x15.moot.v1.DrafterDrainH\x00\x12\x1f\n\x05\x61head\x18\x05 \x01(\x0b\x32\x0e.moot.v1.AheadH\x00\x42\x08\n\x06\x61nswer\"n\n\x08Proposed\x12\x13\n\x0bround_index\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12$\n\tproposals\x18\x03 \x03(\x0b\x32\x11.moot.v1.Proposal\x12\x12\n\ndrafted_ns\x18\x04 \x01(\x04\"R\n\x05\x41head\x12\x13\n\x0bround_index\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x1f\n\x04path\x18\x03 \x01(\x0b\x32\x11.moot.v1.Proposal\"*\n\x13UnknownDraftSession\x12\x13\n\x0bround_index\x18\x01 \x01(\x04\" \n\x0c\x44rafterDrain\x12\x10\n\x08grace_ms\x18\x01 \x01(\r\"\x18\n\x16\x44\x65scribeDrafterRequest\"Z\n\x17\x44\x65scribeDrafterResponse\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12!\n\x05model\x18\x03 \x01(\x0b\x32\x12.moot.v1.ModelInfo2\x9b\x01\n\x0e\x44rafterService\x12:\n\x05\x44raft\x12\x15.moot.v1.DraftRequest\x1a\x16.moot.v1.DraftResponse(\x01\x30\x01\x12M\n\x08\x44\x65scribe\x12\x1f.moot.v1.DescribeDrafterRequest\x1a .moot.v1.DescribeDrafterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,25 +45,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENDRAFTSESSION']._serialized_start=341
   _globals['_OPENDRAFTSESSION']._serialized_end=482
   _globals['_PROPOSE']._serialized_start=485
-  _globals['_PROPOSE']._serialized_end=685
-  _globals['_FINISHDRAFTSESSION']._serialized_start=687
-  _globals['_FINISHDRAFTSESSION']._serialized_end=707
-  _globals['_ABORTDRAFTSESSION']._serialized_start=709
-  _globals['_ABORTDRAFTSESSION']._serialized_end=728
-  _globals['_DRAFTRESPONSE']._serialized_start=730
-  _globals['_DRAFTRESPONSE']._serialized_end=784
-  _globals['_DRAFTANSWER']._serialized_start=787
-  _globals['_DRAFTANSWER']._serialized_end=966
-  _globals['_PROPOSED']._serialized_start=968
-  _globals['_PROPOSED']._serialized_end=1078
-  _globals['_UNKNOWNDRAFTSESSION']._serialized_start=1080
-  _globals['_UNKNOWNDRAFTSESSION']._serialized_end=1122
-  _globals['_DRAFTERDRAIN']._serialized_start=1124
-  _globals['_DRAFTERDRAIN']._serialized_end=1156
-  _globals['_DESCRIBEDRAFTERREQUEST']._serialized_start=1158
-  _globals['_DESCRIBEDRAFTERREQUEST']._serialized_end=1182
-  _globals['_DESCRIBEDRAFTERRESPONSE']._serialized_start=1184
-  _globals['_DESCRIBEDRAFTERRESPONSE']._serialized_end=1274
-  _globals['_DRAFTERSERVICE']._serialized_start=1277
-  _globals['_DRAFTERSERVICE']._serialized_end=1432
+  _globals['_PROPOSE']._serialized_end=727
+  _globals['_FINISHDRAFTSESSION']._serialized_start=729
+  _globals['_FINISHDRAFTSESSION']._serialized_end=749
+  _globals['_ABORTDRAFTSESSION']._serialized_start=751
+  _globals['_ABORTDRAFTSESSION']._serialized_end=770
+  _globals['_DRAFTRESPONSE']._serialized_start=772
+  _globals['_DRAFTRESPONSE']._serialized_end=826
+  _globals['_DRAFTANSWER']._serialized_start=829
+  _globals['_DRAFTANSWER']._serialized_end=1041
+  _globals['_PROPOSED']._serialized_start=1043
+  _globals['_PROPOSED']._serialized_end=1153
+  _globals['_AHEAD']._serialized_start=1155
+  _globals['_AHEAD']._serialized_end=1237
+  _globals['_UNKNOWNDRAFTSESSION']._serialized_start=1239
+  _globals['_UNKNOWNDRAFTSESSION']._serialized_end=1281
+  _globals['_DRAFTERDRAIN']._serialized_start=1283
+  _globals['_DRAFTERDRAIN']._serialized_end=1315
+  _globals['_DESCRIBEDRAFTERREQUEST']._serialized_start=1317
+  _globals['_DESCRIBEDRAFTERREQUEST']._serialized_end=1341
+  _globals['_DESCRIBEDRAFTERRESPONSE']._serialized_start=1343
+  _globals['_DESCRIBEDRAFTERRESPONSE']._serialized_end=1433
+  _globals['_DRAFTERSERVICE']._serialized_start=1436
+  _globals['_DRAFTERSERVICE']._serialized_end=1591
 # @@protoc_insertion_point(module_scope)

@@ -121,6 +121,8 @@ class Propose(_message.Message):
     WIDTH_FIELD_NUMBER: _builtins.int
     TOP_CANDIDATES_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    TAKES_AHEAD_FIELD_NUMBER: _builtins.int
+    IS_ANSWERED_FIELD_NUMBER: _builtins.int
     round_index: _builtins.int
     base_length: _builtins.int
     """Prompt + committed tokens, after appending committed_token_ids."""
@@ -129,6 +131,10 @@ class Propose(_message.Message):
     """Proposals wanted at most."""
     deadline_ms: _builtins.int
     """The answer is of no use after this; 0: no limit."""
+    takes_ahead: _builtins.bool
+    """The router takes Ahead answers in this session."""
+    is_answered: _builtins.bool
+    """The proposal has been taken from the last Ahead: no answer is wanted."""
     @_builtins.property
     def committed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Committed since the length last known to this session."""
@@ -147,10 +153,12 @@ class Propose(_message.Message):
         width: _builtins.int = ...,
         top_candidates: _token_pb2.TopCandidates | None = ...,
         deadline_ms: _builtins.int = ...,
+        takes_ahead: _builtins.bool = ...,
+        is_answered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["top_candidates", b"top_candidates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "committed_token_ids", b"committed_token_ids", "deadline_ms", b"deadline_ms", "num_speculative_tokens", b"num_speculative_tokens", "round_index", b"round_index", "top_candidates", b"top_candidates", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "committed_token_ids", b"committed_token_ids", "deadline_ms", b"deadline_ms", "is_answered", b"is_answered", "num_speculative_tokens", b"num_speculative_tokens", "round_index", b"round_index", "takes_ahead", b"takes_ahead", "top_candidates", b"top_candidates", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -214,6 +222,7 @@ class DraftAnswer(_message.Message):
     PROPOSED_FIELD_NUMBER: _builtins.int
     UNKNOWN_SESSION_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     @_builtins.property
     def proposed(self) -> Global___Proposed: ...
@@ -225,6 +234,8 @@ class DraftAnswer(_message.Message):
     def drain(self) -> Global___DrafterDrain:
         """The pod is going away."""
 
+    @_builtins.property
+    def ahead(self) -> Global___Ahead: ...
     def __init__(
         self,
         *,
@@ -232,12 +243,13 @@ class DraftAnswer(_message.Message):
         proposed: Global___Proposed | None = ...,
         unknown_session: Global___UnknownDraftSession | None = ...,
         drain: Global___DrafterDrain | None = ...,
+        ahead: Global___Ahead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "drain", b"drain", "proposed", b"proposed", "unknown_session", b"unknown_session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "answer", b"answer", "drain", b"drain", "proposed", b"proposed", "unknown_session", b"unknown_session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "drain", b"drain", "proposed", b"proposed", "session_id", b"session_id", "unknown_session", b"unknown_session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "answer", b"answer", "drain", b"drain", "proposed", b"proposed", "session_id", b"session_id", "unknown_session", b"unknown_session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["proposed", "unknown_session", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["proposed", "unknown_session", "drain", "ahead"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 
@@ -273,6 +285,38 @@ class Proposed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Proposed: _TypeAlias = Proposed  # noqa: Y015
+
+@_typing.final
+class Ahead(_message.Message):
+    """Sent unasked, after the answer to the same question: what was drafted since. Where the text goes on along it, the next
+    proposal is in it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_INDEX_FIELD_NUMBER: _builtins.int
+    BASE_LENGTH_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    round_index: _builtins.int
+    base_length: _builtins.int
+    @_builtins.property
+    def path(self) -> _token_pb2.Proposal:
+        """From base_length on, the answered proposal included."""
+
+    def __init__(
+        self,
+        *,
+        round_index: _builtins.int = ...,
+        base_length: _builtins.int = ...,
+        path: _token_pb2.Proposal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "path", b"path", "round_index", b"round_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ahead: _TypeAlias = Ahead  # noqa: Y015
 
 @_typing.final
 class UnknownDraftSession(_message.Message):

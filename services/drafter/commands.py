@@ -30,6 +30,9 @@ class Propose:
     width: int = 1
     top_candidates: tuple[tuple[int, ...], ...] = ()
     deadline_ms: int = 0
+    takes_ahead: bool = False
+    is_answered: bool = False
+    """The router has the proposal already, out of an Ahead: go on from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,16 @@ class Proposed:
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """`path`: everything ready after `base_length`, told before anybody asks for it."""
+
+    session_id: int
+    round_index: int
+    base_length: int
+    path: Chain
+
+
+@dataclass(frozen=True, slots=True)
 class Unknown:
     """The session does not exist, or its prefix has another length: open it again."""
 
@@ -59,7 +72,7 @@ class Unknown:
     round_index: int
 
 
-Answer = Proposed | Unknown
+Answer = Proposed | Ahead | Unknown
 
 
 class Stream(Protocol):

@@ -18,7 +18,7 @@ from moot import trace
 from moot.metrics import Metrics
 from moot.proposers.base import Ask, Chain, Proposer
 from services.drafter import faults
-from services.drafter.commands import Proposed, Stream
+from services.drafter.commands import Ahead, Proposed, Stream
 from services.drafter.config import DrafterConfig
 from services.drafter.outbox import Outbox
 from services.drafter.path import Settled
@@ -87,6 +87,16 @@ class Drafting:
         else:
             self.settle(session.path.clear())
         self.table.waiting[id(session)] = session
+
+    def go_on(self, session: Session) -> None:
+        """Its ask has been answered out of what it was told ahead: draft ahead of that."""
+        assert session.asked is not None
+        session.ask = None
+        self.table.waiting.pop(id(session), None)
+        wanted = min(session.asked.num_speculative_tokens, self._config.max_speculative_tokens)
+        self.settle(session.path.claim(wanted))
+        session.path.goal = _goal(wanted) if len(session.path) >= wanted else 0
+        self._metrics.draft_ahead_answers.inc()
 
     def step(self) -> bool:
         """Do one bounded piece of work, the most urgent first. False: there is none."""
@@ -169,6 +179,8 @@ class Drafting:
         for session, chains in zip(ahead, found[len(asked) :], strict=True):
             if chains and session.path.grow(chains[0], is_ahead=True):
                 self._metrics.draft_ahead_tokens.inc()
+                if not session.path.wants_more:
+                    self._tell_ahead(session)
             else:
                 session.path.goal = 0
 
@@ -191,8 +203,16 @@ class Drafting:
     def _answer_from_path(self, session: Session) -> None:
         wanted = self._bounded(session).num_speculative_tokens
         head = session.path.head(wanted)
-        session.path.goal = 2 * wanted + 1 if head.token_ids else 0
+        session.path.goal = _goal(wanted) if head.token_ids else 0
         self._answer(session, [head] if head.token_ids else [])
+
+    def _tell_ahead(self, session: Session) -> None:
+        """Spare the next question its way here and back, where the text has gone along the path so far."""
+        asked = session.asked
+        if asked is None or not (asked.takes_ahead and session.is_followed and asked.width == 1):
+            return
+        (path,) = faults.corrupted([session.path.chain], asked, session.request_id, self._vocab_size)
+        self._outbox.put(session.stream, Ahead(asked.session_id, asked.round_index, asked.base_length, path))
 
     def _answer(self, session: Session, chains: list[Chain]) -> None:
         assert session.ask is not None
@@ -205,3 +225,8 @@ class Drafting:
         chains = faults.corrupted(chains, command, session.request_id, self._vocab_size)
         answer = Proposed(command.session_id, command.round_index, command.base_length, tuple(chains), drafted_ns)
         self._outbox.put(session.stream, answer)
+
+
+def _goal(num_tokens: int) -> int:
+    """How long a path gets after a proposal of so many: the target's own token, and one whole proposal more."""
+    return 2 * num_tokens + 1

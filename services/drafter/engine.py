@@ -164,8 +164,13 @@ class DrafterEngine:
             self._proposer.extend(session.held, added, command.top_candidates)
             session.length = command.base_length
             self._drafting.settle(session.path.follow(added))
+            session.is_followed = len(session.path) > 0
         if session.ask is not None:
             self._metrics.asks_dropped.labels("superseded").inc()
+        session.asked = command
+        if command.is_answered:
+            self._drafting.go_on(session)
+            return
         expires_at = now + command.deadline_ms / 1000 if command.deadline_ms else None
         session.ask = PendingAsk(command, expires_at)
         self._drafting.begin(session)

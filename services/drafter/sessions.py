@@ -26,7 +26,10 @@ class PendingAsk:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`held`: the proposer's own session. `is_warm`: the proposer has prepared what it can before the first ask."""
+    """`held`: the proposer's own session. `is_warm`: the proposer has prepared what it can before the first ask.
+
+    `asked`: the last question, answered or not. `is_followed`: the text went on along the path up to that question.
+    """
 
     stream: Stream
     session_id: int
@@ -35,6 +38,8 @@ class Session:
     length: int
     used_at: float
     ask: PendingAsk | None = None
+    asked: Propose | None = None
+    is_followed: bool = False
     path: Path = field(default_factory=Path)
     is_warm: bool = False
 

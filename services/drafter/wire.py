@@ -5,7 +5,7 @@ from __future__ import annotations
 from moot.core.types import ModelInfo, Proposal
 from moot.rpc import convert
 from moot.v1 import drafter_service_pb2 as pb
-from services.drafter.commands import Answer, Close, Command, Open, Propose, Proposed
+from services.drafter.commands import Ahead, Answer, Close, Command, Open, Propose, Proposed
 
 
 def command_from_pb(message: pb.DraftCommand) -> Command | None:
@@ -27,6 +27,8 @@ def command_from_pb(message: pb.DraftCommand) -> Command | None:
                 ask.width,
                 convert.top_candidates_from_pb(ask.top_candidates),
                 ask.deadline_ms,
+                ask.takes_ahead,
+                ask.is_answered,
             )
         case "finish" | "abort":
             return Close(message.session_id)
@@ -35,6 +37,10 @@ def command_from_pb(message: pb.DraftCommand) -> Command | None:
 
 
 def answer_to_pb(answer: Answer, drafter_id: str) -> pb.DraftAnswer:
+    if isinstance(answer, Ahead):
+        path = convert.proposal_to_pb(Proposal(drafter_id, answer.path.token_ids, answer.path.confidences))
+        ahead = pb.Ahead(round_index=answer.round_index, base_length=answer.base_length, path=path)
+        return pb.DraftAnswer(session_id=answer.session_id, ahead=ahead)
     if not isinstance(answer, Proposed):
         unknown = pb.UnknownDraftSession(round_index=answer.round_index)
         return pb.DraftAnswer(session_id=answer.session_id, unknown_session=unknown)

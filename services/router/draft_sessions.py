@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from moot.core.errors import BodyTooLarge, PeerLost
+from moot.core.types import Proposal
 from moot.rpc import convert
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import token_pb2
@@ -15,10 +16,15 @@ if TYPE_CHECKING:
     from services.router.drafters import DrafterLink
 
 
+MAX_AHEAD = 3
+"""Times K that a drafter may tell ahead: its proposal, the target's token and the next proposal."""
+
+
 class DraftSession:
     """One request on one replica. `Drafter` of ports.py is the pool's part in front of it."""
 
     __slots__ = (
+        "_ahead",
         "_base_length",
         "_box",
         "_drafter",
@@ -47,18 +53,38 @@ class DraftSession:
         self._question = (0, 0)
         self._reopened = False
         self._has_answered = False
+        self._ahead: Proposal | None = None
+        """What was drafted after the last question's base, told unasked."""
         self.session_id = link.attach(self)
 
     def ask(self, box: BallotBox, num_tokens: int, width: int, deadline_ms: int) -> None:
         """Raises PeerLost. The session is opened with its first question."""
         self.asked_at = asyncio.get_running_loop().time()
-        self.link.asked(self.asked_at)
-        self._box = box
+        proposal = self._told_ahead(num_tokens) if width == 1 else None
+        self._ahead = None
         self._round_index += 1
         self._base_length = len(self._prefix)
         self._question = (num_tokens, width)
         self._reopened = False
+        if proposal is not None:
+            self._box = None
+            self._send(deadline_ms, is_answered=True)
+            box.cast(self._drafter, (proposal,))
+            return
+        self.link.asked(self.asked_at)
+        self._box = box
         self._send(deadline_ms)
+
+    def _told_ahead(self, num_tokens: int) -> Proposal | None:
+        """The proposal that the replica would answer now, where it has told it already."""
+        path = self._ahead
+        if path is None:
+            return None
+        begin = len(self._prefix) - self._base_length
+        end = begin + num_tokens
+        if len(path.token_ids) < end or list(path.token_ids[:begin]) != self._prefix.since(self._base_length):
+            return None
+        return Proposal(path.drafter_id, path.token_ids[begin:end], path.confidences[begin:end])
 
     def open(self) -> None:
         """Tell the replica the prefix, unless it knows one. Raises PeerLost, also when no message holds the prefix."""
@@ -77,7 +103,7 @@ class DraftSession:
                 raise PeerLost(str(error)) from error
             self._known_length = len(prefix)
 
-    def _send(self, deadline_ms: int) -> None:
+    def _send(self, deadline_ms: int, is_answered: bool = False) -> None:
         self.open()
         prefix = self._prefix
         rows = prefix.candidates_since(self._known_length)
@@ -92,6 +118,8 @@ class DraftSession:
                     width=self._question[1],
                     top_candidates=_top_candidates(rows),
                     deadline_ms=deadline_ms,
+                    takes_ahead=True,
+                    is_answered=is_answered,
                 ),
             ),
             prefix.heard_at,
@@ -120,6 +148,17 @@ class DraftSession:
         name = link.drafter_id
         box.cast(self._drafter, tuple([convert.proposal_from_pb(proposal, name) for proposal in message.proposals]))
 
+    def on_ahead(self, message: pb.Ahead) -> None:
+        """What the replica has drafted since its answer. It costs nobody anything to have it."""
+        link = self.link
+        if message.round_index != self._round_index or message.base_length != self._base_length:
+            link.drop("stale")
+        elif len(message.path.token_ids) > MAX_AHEAD * self._question[0]:
+            link.drop("malformed")
+            link.strike("malformed", self.asked_at)
+        else:
+            self._ahead = convert.proposal_from_pb(message.path, link.drafter_id)
+
     def on_unknown(self) -> None:
         """The replica has forgotten the session: open it again, once for each question."""
         link, box = self.link, self._box
@@ -127,6 +166,7 @@ class DraftSession:
         forgotten, self.session_id = self.session_id, link.attach(self)
         link.detach(forgotten)
         self._known_length = -1
+        self._ahead = None
         if box is None or box.closed:
             return
         if self._reopened:

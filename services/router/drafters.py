@@ -131,6 +131,8 @@ class DrafterLink(PeerLink[pb.DraftCommand]):
                 self.drop("stale")
             elif kind == "proposed":
                 session.on_proposed(answer.proposed)
+            elif kind == "ahead":
+                session.on_ahead(answer.ahead)
             elif kind == "unknown_session":
                 session.on_unknown()
             else:
