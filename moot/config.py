@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -114,7 +115,14 @@ def _parse_bool(text: str) -> bool:
     return text.lower() in ("true", "1", "yes")
 
 
-_SCALARS: dict[type, Callable[[str], Any]] = {bool: _parse_bool, int: int, float: float, str: str, Path: Path}
+def _parse_float(text: str) -> float:
+    """No option means NaN, which no comparison refuses, or infinity: there are no endless waits."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError("not finite")
+    return value
+
+
+_SCALARS: dict[type, Callable[[str], Any]] = {bool: _parse_bool, int: int, float: _parse_float, str: str, Path: Path}
 
 
 def parse_value(raw: Any, hint: Any, source: str, choices: Sequence[str] | None = None) -> Any:

@@ -49,6 +49,9 @@ def test_values_are_parsed_to_their_types() -> None:
         (["--model", "m"], {}, "prot: 1\n", "prot"),
         (["--model", "m"], {}, "- a\n", "mapping"),
         (["--model", "m"], {}, "limit: many\n", "limit"),
+        (["--model", "m", "--ratio", "nan"], {}, "", "--ratio"),
+        (["--model", "m"], {"MOOT_RATIO": "inf"}, "", "MOOT_RATIO"),
+        (["--model", "m"], {}, "ratio: .nan\n", "ratio"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(
