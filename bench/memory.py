@@ -46,7 +46,7 @@ class MemoryConfig(SystemConfig):
     concurrency: int = option(8, help="requests at a time")
     block: int = option(50, help="requests between two readings")
     bound: int = option(256, help="bytes per request that are taken for none")
-    finished_ttl_s: float = option(5.0, help="seconds that a finished request's record stays on the store")
+    finished_ttl_s: float = option(2.0, help="seconds that a finished request's record stays on the store")
 
 
 def bodies(model: str, index: int) -> tuple[dict[str, Any], int]:
