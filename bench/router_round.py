@@ -6,8 +6,8 @@ The router is the real process with everything on: HTTP with SSE, a record of ev
 remote verifier and three remote drafters, scripted, in a process of their own. CPU is the router's user and system
 time over the rounds that its metrics count. Draft and verify stage are what a round waits for, the scripted peers' own
 work (plain Python) included. A turn is the router's own part of that: from the last proposal read until the draft is
-written, and from the answer read until the next questions are written, as its metric moot_round_turn_seconds has it;
-medians are taken inside its buckets, which are a fifth apart.
+written, and from the answer read until the next questions are written, as its metric moot_round_turn_seconds has it
+(written: gRPC has put it on the connection); medians are taken inside its buckets, which are a fifth apart.
 """
 
 from __future__ import annotations
