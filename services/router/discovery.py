@@ -127,29 +127,6 @@ def parse_drafters(entries: Iterable[str]) -> dict[str, list[str]]:
     return drafters
 
 
-@dataclass(frozen=True, slots=True)
-class LocalSpec:
-    drafter_id: str
-    kind: str
-    options: dict[str, str]
-
-
-def parse_local(entries: Iterable[str]) -> list[LocalSpec]:
-    """`[id=]kind[:option=value]...` entries. Raises ConfigError naming the bad one."""
-    specs: list[LocalSpec] = []
-    for entry in entries:
-        head, *options = entry.split(":")
-        drafter_id, separator, kind = head.partition("=")
-        kind = kind if separator else drafter_id
-        pairs = [option.partition("=") for option in options]
-        if not kind or not drafter_id or any(not separator for _, separator, _ in pairs):
-            raise ConfigError(f"--in-process-drafters: {entry!r} is not [id=]kind[:option=value]...")
-        if any(spec.drafter_id == drafter_id for spec in specs):
-            raise ConfigError(f"--in-process-drafters: {drafter_id} is named twice")
-        specs.append(LocalSpec(drafter_id, kind, {name: value for name, _, value in pairs}))
-    return specs
-
-
 async def follow(source: PeerSource, apply: Callable[[Iterable[str]], Awaitable[None]]) -> None:
     """Keep a pool on its source, for ever."""
     async for addresses in source.watch():

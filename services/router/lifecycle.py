@@ -13,6 +13,7 @@ from moot.core.errors import ConfigError, Draining, MootError, NoCapacity
 from moot.core.policy import make_policy
 from moot.core.types import ModelInfo
 from moot.metrics import AdminServer, Metrics
+from moot.proposers.entries import parse_entries
 from moot.proposers.registry import create
 from moot.rpc.server import GrpcServer, termination_event, write_ready_file
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
@@ -20,7 +21,7 @@ from moot.v1 import router_service_pb2_grpc
 from services.router import collector
 from services.router.auth import ApiKeys
 from services.router.config import RouterConfig
-from services.router.discovery import follow, parse_drafters, parse_local, parse_source
+from services.router.discovery import follow, parse_drafters, parse_source
 from services.router.drafter_pools import DrafterPool
 from services.router.electorate import Electorate
 from services.router.grpc_servicer import RouterServicer
@@ -77,7 +78,7 @@ class Peers:
                 config.strike_policy,
                 metrics,
             )
-            for spec in parse_local(config.in_process_drafters)
+            for spec in parse_entries(config.in_process_drafters, "--in-process-drafters")
         ]
         if twice := sorted(set(self.pools).intersection(pool.drafter_id for pool in self.local)):
             raise ConfigError(f"--drafters and --in-process-drafters both name {', '.join(twice)}: give one another id")

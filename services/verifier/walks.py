@@ -12,8 +12,8 @@ from moot.core.acceptance import Walk, walk
 from moot.core.errors import RequestPoisoned
 from moot.core.types import ROOT, TokenLogprobs
 from moot.model.batch_sampler import BatchSampler, Drawn, RowSpec
+from moot.model.candidates import likeliest
 from moot.model.sampler import Sampler
-from services.verifier.candidates import likeliest
 from services.verifier.outcomes import DeviceLost
 from services.verifier.sessions import Session, Work
 

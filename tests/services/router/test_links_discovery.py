@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from moot.core.errors import ConfigError
+from moot.proposers.entries import parse_entries
 from services.router.discovery import (
     DnsPeers,
     JoinedPeers,
     StaticPeers,
     follow,
     parse_drafters,
-    parse_local,
     parse_source,
 )
 
@@ -31,12 +31,12 @@ def test_drafters_are_read_with_their_replicas() -> None:
 
 def test_local_drafters_are_read_with_their_options() -> None:
     """`[id=]kind[:option=value]...`."""
-    (plain, named) = parse_local(["suffix", "mine=ngram:table=/t:order=3"])
+    (plain, named) = parse_entries(["suffix", "mine=ngram:table=/t:order=3"], "--in-process-drafters")
     assert (plain.drafter_id, plain.kind, plain.options) == ("suffix", "suffix", {})
     assert (named.drafter_id, named.kind, named.options) == ("mine", "ngram", {"table": "/t", "order": "3"})
     for wrong in (["=suffix"], ["suffix:x"], ["suffix", "suffix"], ["x="]):
         with pytest.raises(ConfigError):
-            parse_local(wrong)
+            parse_entries(wrong, "--in-process-drafters")
 
 
 @pytest.mark.parametrize("wrong", ["host", "host:", ":80", "host:http", "host:0", "dns:///host"])

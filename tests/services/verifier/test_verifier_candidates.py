@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.verifier.candidates import likeliest
+from moot.model.candidates import likeliest
 
 
 @pytest.mark.parametrize(("size", "width"), [(1, 1), (7, 8), (64, 1), (259, 2), (640, 8), (49_152, 8), (50_257, 20)])
