@@ -15,7 +15,9 @@ COMMANDS = {
     "demo": "start everything, ask it five prompts with and without drafting, compare",
     "drafters": "list the kinds of drafters and the drafters of a running server",
     "prepare": "fetch and convert a model once, so that it loads quickly",
+    "replay": "record what drafters propose once, and try votes, weights and trees on it",
     "simulate": "plan sizes that this machine does not have, in simulated time",
+    "train": "make training text with a target, and drafters from it",
     "bench": "run one of the measurements in bench/",
 }
 

@@ -1,0 +1,81 @@
+"""What a row of training text consists of: forced ids, then ids that the target writes, then forced ones, and so on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moot.training.chat import Chat
+from moot.training.prompts import Turn
+
+FORCED, GREEDY, SAMPLED, USER = range(4)
+"""Roles of a position: given; the target's answer at temperature 0; above it; a user's turn that the target wrote."""
+
+ANSWERS = (GREEDY, SAMPLED)
+COOLEST, HOTTEST = 0.7, 1.0
+"""Answers that are not greedy have a temperature between these."""
+_USER_TEMPERATURE, _LONGEST_USER_TURN = 0.9, 80
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`forced` ids, then at most `limit` ids by the target at `temperature`, up to its end token."""
+
+    forced: Sequence[int]
+    role: int
+    temperature: float
+    limit: int
+
+
+class Row:
+    """One row while it is made. `temperature`: of the next token, 0 where it is greedy or forced."""
+
+    def __init__(self, stages: Iterator[Stage], end_token_ids: frozenset[int]) -> None:
+        self._stages = stages
+        self._ends = end_token_ids
+        self._forced: deque[int] = deque()
+        self._written = 0
+        self._begin(None)
+
+    def _begin(self, last: int | None) -> None:
+        self._stage = next(self._stages)
+        self._written = 0
+        self._forced.extend(self._stage.forced)
+        # What ends a turn is there already when the target wrote it itself.
+        if last is not None and self._forced and self._forced[0] == last:
+            self._forced.popleft()
+
+    @property
+    def temperature(self) -> float:
+        return 0.0 if self._forced else self._stage.temperature
+
+    def take(self, written: int) -> tuple[int, int]:
+        """The next id and its role: a forced one, else `written`, which the target would write here."""
+        if self._forced:
+            return self._forced.popleft(), FORCED
+        role = self._stage.role
+        self._written += 1
+        if written in self._ends or self._written == self._stage.limit:
+            self._begin(written if written in self._ends else None)
+        return written, role
+
+
+def stages(
+    chat: Chat, draw: Callable[[np.random.Generator], Sequence[Turn]], rng: np.random.Generator, longest_answer: int
+) -> Iterator[Stage]:
+    """Conversations without end, one after the other; half of them are answered greedily."""
+    is_first = True
+    while True:
+        role, temperature = GREEDY, 0.0
+        if rng.random() < 0.5:
+            role, temperature = SAMPLED, float(rng.uniform(COOLEST, HOTTEST))
+        for turn in draw(rng):
+            if turn.is_open:
+                yield Stage(chat.open_turn(turn.text, is_first), USER, _USER_TEMPERATURE, _LONGEST_USER_TURN)
+                yield Stage(chat.after_open_turn(), role, temperature, longest_answer)
+            else:
+                yield Stage(chat.turn(turn.text, is_first), role, temperature, longest_answer)
+            is_first = False
