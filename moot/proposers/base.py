@@ -51,6 +51,8 @@ class Proposer(ABC, Generic[SessionT]):
     is_stepwise: ClassVar[bool] = False
     """A chain costs one step per token, shared by all asks of a call, and asking for a longer one after the same prefix
     goes on where the shorter one ended. The engine then takes one step at a time, and drafts ahead."""
+    shares_sessions: bool = False
+    """What it proposes in a session depends on sessions before it, and not on the prefix alone."""
 
     @abstractmethod
     def open(self, prefix: Sequence[int], params: SamplingParams) -> SessionT:

@@ -54,6 +54,7 @@ class RecyclingProposer(ModelFreeProposer[RecyclingSession]):
         super().__init__(options)
         self._num_candidates = options.num_candidates
         self._max_shared = options.shared_rows
+        self.shares_sessions = options.shared_rows > 0
         self._shared: OrderedDict[int, list[int]] = OrderedDict()
 
     def new_session(self) -> RecyclingSession:

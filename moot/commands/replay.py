@@ -1,0 +1,215 @@
+"""`moot replay`: acceptance without noise. `record` asks target and drafters once, `run` tries policies on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moot.client import Client
+from moot.commands.common import say, table
+from moot.commands.system import DEMO_MODEL, prepared_model
+from moot.config import load_config, option
+from moot.core.errors import ConfigError
+from moot.core.shapes import SHAPES
+from moot.core.speculation import LENGTHS
+from moot.core.voting import POLICIES
+from moot.core.weights import WEIGHTS
+from moot.proposers.entries import parse_entries
+from moot.replay.evaluate import Policies, Replay
+from moot.replay.folder import open_recording
+from moot.replay.outcome import by_group, outcome_of
+from moot.replay.prompts import read_prompts
+from moot.replay.recorder import Asking, record_drafter
+from moot.replay.rounds import Clock
+from moot.simulation.costs import StepCost
+
+ACTIONS = ("record", "run")
+USAGE = f"""usage: moot replay {{{",".join(ACTIONS)}}} [FLAGS]
+
+  record  what the target says to prompts, and what each drafter proposes at every place of it
+  run     evaluates policies on a recording: exactly, without noise, without the target
+
+example:
+  moot replay record --prompts questions.jsonl --held-out 7 --drafters suffix,prompt_lookup --out recording
+  moot replay run recording --vote calibrated --shape tree --max-draft-tokens 7 -k 8"""
+SHORT = {"-k": "--num-speculative-tokens", "--policy": "--vote"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    target: str = option(DEMO_MODEL, help="the model that writes the texts: a folder, a hub id, or the demo's model")
+    prompts: Path = option(help="JSON lines with `turns` (the first is asked) or `prompt`, for instance Spec-Bench's")
+    held_out: tuple[str, ...] = option((), help="only prompts whose id ends in one of these digits (none: all)")
+    limit: int | None = option(None, help="prompts recorded at most, evenly over the categories")
+    out: Path = option(help="folder of the recording; one that is not finished is gone on with")
+    drafters: tuple[str, ...] = option(
+        ("suffix", "prompt_lookup", "recycling", "ngram"),
+        help="who is asked: [id=]kind[:option=value]... each; further ones may be added later",
+    )
+    num_speculative_tokens: int = option(8, help="tokens asked of every drafter")
+    width: int = option(1, help="proposals asked of every drafter")
+    max_tokens: int = option(128, help="longest answer, in tokens")
+    temperature: float = option(0.0, help="0: greedy")
+    seed: int = option(0, help="of the first prompt; the next ones follow")
+    num_top_candidates: int = option(8, help="likeliest ids kept per place, for drafters that live from them")
+    url: str | None = option(None, help="take the texts from this running server, which must serve the same target")
+    api_key: str | None = option(None, help="sent to it as a bearer token")
+    deterministic: str = option("on", help="texts that depend on no batch, bit by bit", choices=("on", "off"))
+    dtype: str = option("auto", help="number format", choices=("auto", "bfloat16", "float16", "float32", "float64"))
+    device: str = option("auto", help="where the target runs", choices=("auto", "cpu", "cuda"))
+    num_threads: int = option(0, help="compute threads; 0: torch's choice")
+    num_rows: int = option(16, help="texts made at a time")
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for numbers that cannot be."""
+        for name in ("num_speculative_tokens", "width", "max_tokens", "num_rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
+        if max(self.num_speculative_tokens, self.width) > 255:
+            raise ConfigError("num_speculative_tokens and width must be at most 255")
+        if self.temperature < 0 or self.num_top_candidates < 0 or self.num_threads < 0:
+            raise ConfigError("temperature, num_top_candidates and num_threads must not be negative")
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError("limit must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    vote: str = option("calibrated", help="how the proposals become one path (or --policy)", choices=tuple(POLICIES))
+    shape: str = option("tree", help="what is verified of them", choices=tuple(SHAPES))
+    weights: str = option("hedge", help="how a drafter's weight moves", choices=tuple(WEIGHTS))
+    length: str = option("fixed", help="how K is chosen", choices=LENGTHS)
+    num_speculative_tokens: int = option(8, help="greatest K (or -k)")
+    max_draft_tokens: int = option(16, help="tokens of one draft, all branches of a tree together")
+    width: int = option(1, help="proposals that one drafter may make")
+    drafters: tuple[str, ...] = option((), help="ids of those that vote (none: all that were recorded)")
+    verify_ms: float = option(36.8, help="milliseconds of a verify step, for policies that look at time")
+    verify_row_ms: float = option(0.4, help="milliseconds of each draft token in it")
+    overhead_ms: float = option(1.0, help="milliseconds of a round besides")
+    alone: bool = option(True, help="also show each drafter alone, and the bounds")
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for numbers that cannot be."""
+        if self.num_speculative_tokens < 0 or self.max_draft_tokens < 0 or self.width < 1:
+            raise ConfigError("num_speculative_tokens and max_draft_tokens must not be negative, width at least 1")
+        if self.verify_ms <= 0 or self.verify_row_ms < 0 or self.overhead_ms < 0:
+            raise ConfigError("verify_ms must be above 0, the other times not negative")
+
+    def policies(self) -> Policies:
+        step = StepCost.line(self.verify_ms / 1000, self.verify_row_ms / 1000)
+        return Policies(
+            vote=self.vote,
+            shape=self.shape,
+            weights=self.weights,
+            length=self.length,
+            num_speculative_tokens=self.num_speculative_tokens,
+            max_draft_tokens=self.max_draft_tokens,
+            width=self.width,
+            drafter_ids=self.drafters,
+            clock=Clock(step=step, overhead_s=self.overhead_ms / 1000),
+        )
+
+
+def run(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else 2
+    action, *rest = argv
+    if action not in ACTIONS:
+        raise ConfigError(f"moot replay {action}: known are {', '.join(ACTIONS)}")
+    return _record(rest) if action == "record" else _run(rest)
+
+
+def _record(argv: Sequence[str]) -> int:
+    config = load_config(
+        RecordConfig,
+        argv,
+        prog="moot replay record",
+        description="Record what the target says to prompts, then what every drafter proposes at every place of it. "
+        "Interrupted, it goes on where it was.",
+        example="moot replay record --prompts questions.jsonl --held-out 7 --drafters suffix,recycling --out recording",
+    )
+    entries = parse_entries(config.drafters, "--drafters")
+    prompts = read_prompts(config.prompts, config.held_out, config.limit)
+    model = str(prepared_model(config.target, say))
+    # Imports torch: not before the flags are known to be right.
+    from moot.replay.making import Machine, TextPlan, make_texts
+
+    plan = TextPlan(
+        model=model,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+        num_candidates=config.num_top_candidates,
+        dtype=config.dtype,
+        deterministic=config.deterministic == "on",
+    )
+    machine = Machine(device=config.device, num_threads=config.num_threads or None, num_rows=config.num_rows)
+    served_by = Client(config.url, config.api_key) if config.url else None
+    meta, texts = make_texts(config.out, plan, machine, prompts, say, served_by)
+    asking = Asking(config.num_speculative_tokens, config.width)
+    for entry in entries:
+        record_drafter(config.out, entry, texts, meta.vocab_size, asking, say)
+    tokens = sum(len(text.output_token_ids) for text in texts)
+    print(f"{len(texts)} texts, {tokens} tokens, {len(entries)} drafters: {config.out}")
+    return 0
+
+
+def _run(argv: Sequence[str]) -> int:
+    arguments = [SHORT.get(argument, argument) for argument in argv]
+    folder = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
+    config = load_config(
+        ReplayConfig,
+        arguments,
+        prog="moot replay run DIR",
+        description="Evaluate policies on a recording. Every decision is made by the functions that the router calls.",
+        example="moot replay run recording --vote majority --weights minions --shape chain -k 8",
+    )
+    if folder is None:
+        raise ConfigError("moot replay run needs the folder of a recording: moot replay run DIR [FLAGS]")
+    print(report(Replay(open_recording(Path(folder), config.drafters)), config))
+    return 0
+
+
+def report(replay: Replay, config: ReplayConfig) -> str:
+    policies = config.policies()
+    played = replay.run(policies)
+    whole = outcome_of(played)
+    rows = [
+        [group, str(found.num_rounds), f"{found.mean_acceptance_length:.3f}", f"{found.drafted_per_round:.2f}"]
+        for group, found in [*by_group(played).items(), ("all", whole)]
+    ]
+    depths = [
+        [str(depth), str(count), f"{count / max(whole.num_rounds, 1):.3f}"]
+        for depth, count in enumerate(whole.accepted_per_position, 1)
+    ]
+    drafters = [
+        [id_, *(str(counts.get(id_, 0)) for counts in (whole.proposed, whole.would_accept, whole.votes_won))]
+        for id_ in policies.drafter_ids or replay.drafter_ids
+    ]
+    if config.alone:
+        singles = {id_: outcome_of(found) for id_, found in replay.alone(policies).items()}
+        for row in drafters:
+            row.append(f"{singles[row[0]].mean_acceptance_length:.3f}")
+    parts = [
+        table(["category", "rounds", "acceptance length", "drafted per round"], rows),
+        table(["draft token", "accepted", "of the rounds"], depths),
+        table(["drafter", "proposed", "right", "votes won", *(["alone"] if config.alone else [])], drafters),
+    ]
+    if config.alone:
+        bounds = [
+            f"{name} {bound_length(replay, policies, coherent):.3f}"
+            for name, coherent in (("all proposals verified", True), ("any drafter right at each depth", False))
+        ]
+        parts.append("bounds: " + ", ".join(bounds))
+    if policies.length != "fixed":
+        parts.append(f"mean K {whole.mean_length:.2f}, by the clock {whole.tokens_per_s:.1f} tokens/s")
+    return "\n\n".join(parts)
+
+
+def bound_length(replay: Replay, policies: Policies, coherent: bool) -> float:
+    """Mean acceptance length of a bound over all texts."""
+    found = replay.bound(policies, coherent=coherent)
+    rounds = sum(count for _, count, _ in found)
+    return 1 + sum(accepted for _, _, accepted in found) / max(rounds, 1)
