@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 
-def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> Tensor:
-    """int64 [rows]: the best id where the temperature is 0, else a sample of softmax(logits / temperature).
+def draw(logits: Tensor, best: Tensor, temperatures: Tensor, uniform: Tensor) -> Tensor:
+    """int64 [rows]: `best` where the temperature is 0, else a sample of softmax(logits / temperature).
 
-    logits [rows, vocab]; temperatures and uniform (in [0, 1)) [rows].
+    logits [rows, vocab]; best, int64, temperatures and uniform (in [0, 1)) [rows].
     """
-    ids = logits.argmax(1)
+    ids = best.clone()
     hot = (temperatures > 0).nonzero()[:, 0]
     if len(hot):
         cumulated = torch.softmax(logits[hot] / temperatures[hot, None].to(logits.dtype), 1).cumsum(1)

@@ -1,7 +1,8 @@
 """Training text on disk: shards of rows, each a folder of arrays that appears whole or not at all.
 
-Of each position: the token's id, its role (script.py) and the target's last hidden state after reading it, bfloat16;
-with 576 numbers 1,157 bytes. Arrays are mapped into memory when read. All rows of a text have begun with an empty
+Of each position: the token's id, its role (script.py), and what the target makes of it: the id it finds likeliest to
+come next, the logarithm of the sum of its exponentiated logits, and its last hidden state, bfloat16. With 576 numbers
+in a state that is 1,165 bytes. Arrays are mapped into memory when read. All rows of a text have begun with an empty
 context.
 """
 
@@ -26,13 +27,23 @@ _FORMAT = 1
 _MANIFEST, _META = "manifest.json", "meta.json"
 
 
+HELD_OUT_EVERY, HELD_OUT = 16, 3
+
+
+def is_held_out(row: int) -> bool:
+    """Whether nothing is learned from row number `row` of a shard: acceptance is reported on these rows."""
+    return row % HELD_OUT_EVERY == HELD_OUT
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """`token_ids` uint32, `roles` uint8: [rows, positions]; `hidden` [rows, positions, width] uint16, the bits of
-    bfloat16 numbers."""
+    """`token_ids` and `best` uint32, `roles` uint8, `log_totals` float32: [rows, positions]; `hidden` [rows, positions,
+    width] uint16, the bits of bfloat16 numbers."""
 
     token_ids: NDArray[np.uint32]
     roles: NDArray[np.uint8]
+    best: NDArray[np.uint32]
+    log_totals: NDArray[np.float32]
     hidden: NDArray[np.uint16]
 
     @property

@@ -29,7 +29,7 @@ from moot.training.progress import progress_bar
 from moot.training.prompts import Turn, built_in, free_running
 from moot.training.sample import draw
 from moot.training.script import Row, stages
-from moot.training.store import Shard, TextStore, bits
+from moot.training.store import Shard, TextStore, bits, is_held_out
 from moot.training.tap import Tap, tapped
 
 Rng = np.random.Generator
@@ -46,7 +46,7 @@ class TextSettings:
     long_rows: int = 128
     long_positions: int = 1024
     long_every: int = 8
-    prompts_share: float = 0.4
+    prompts_share: float = 0.25
     free_share: float = 0.25
 
     def __post_init__(self) -> None:
@@ -106,21 +106,21 @@ class TextMaker:
         """Shard number `index`. `progress` is called with the number of positions after each pass."""
         num_rows, positions = self.settings.shape(index)
         rngs = [np.random.default_rng((self.settings.seed, index, row)) for row in range(num_rows)]
-        rows = [self._row(rng, self.settings.is_long(index)) for rng in rngs]
+        rows = [self._row(rng, self.settings.is_long(index), is_held_out(row)) for row, rng in enumerate(rngs)]
         uniform = np.random.default_rng((self.settings.seed, index)).random((positions, num_rows), np.float32)
         with tapped(self.loaded) as tap:
             return self._write(rows, positions, torch.from_numpy(uniform), tap, progress)
 
-    def _row(self, rng: Rng, is_long: bool) -> Row:
+    def _row(self, rng: Rng, is_long: bool, held_out: bool) -> Row:
         longest = self.settings.long_positions * 3 // 8 if is_long else self.settings.row_positions * 3 // 4
-        return Row(
-            stages(self._chat, partial(self._conversation, is_long), rng, longest), self.loaded.info.end_token_ids
-        )
+        draw_turns = partial(self._conversation, is_long, held_out)
+        return Row(stages(self._chat, draw_turns, rng, longest), self.loaded.info.end_token_ids)
 
-    def _conversation(self, is_long: bool, rng: Rng) -> Sequence[Turn]:
+    def _conversation(self, is_long: bool, held_out: bool, rng: Rng) -> Sequence[Turn]:
         prompts = (self._long or self._short) if is_long else self._short
-        which = rng.random()
-        if prompts and which < self.settings.prompts_share:
+        # An answer to the same prompt, perhaps the same answer, is never both learned and measured.
+        prompts = [prompt for number, prompt in enumerate(prompts) if is_held_out(number) == held_out]
+        if prompts and rng.random() < self.settings.prompts_share:
             return prompts[int(rng.integers(len(prompts)))]
         return free_running(rng) if rng.random() < self.settings.free_share else built_in(rng)
 
@@ -129,31 +129,37 @@ class TextMaker:
         self, rows: Sequence[Row], positions: int, uniform: torch.Tensor, tap: Tap, progress: Callable[[int], None]
     ) -> Shard:
         count, width = len(rows), hidden_width(self.loaded)
-        token_ids = np.zeros((count, positions), np.uint32)
-        roles = np.zeros((count, positions), np.uint8)
-        hidden = np.zeros((count, positions, width), np.uint16)
+        shard = Shard(
+            np.zeros((count, positions), np.uint32),
+            np.zeros((count, positions), np.uint8),
+            np.zeros((count, positions), np.uint32),
+            np.zeros((count, positions), np.float32),
+            np.zeros((count, positions, width), np.uint16),
+        )
         caches = [self.runner.new_cache() for _ in rows]
         written = [0] * count
         try:
             for position in range(positions):
                 taken = [row.take(token) for row, token in zip(rows, written, strict=True)]
                 ids = [token for token, _ in taken]
-                token_ids[:, position] = ids
-                roles[:, position] = [role for _, role in taken]
+                shard.token_ids[:, position] = ids
+                shard.roles[:, position] = [role for _, role in taken]
                 steps = [SequenceInput(cache, [token], None, (0,)) for cache, token in zip(caches, ids, strict=True)]
-                logits = torch.cat(self.runner.forward(steps))
+                logits = torch.cat(self.runner.forward(steps))[:, : self.loaded.info.vocab_size]
                 for cache in caches:
                     cache.commit((0,))
-                hidden[:, position] = bits(tap.take())
+                shard.hidden[:, position] = bits(tap.take())
+                best = logits.argmax(1)
+                shard.best[:, position] = best.numpy()
+                shard.log_totals[:, position] = logits.logsumexp(1).numpy()
                 temperatures = torch.tensor([row.temperature for row in rows])
-                written = draw(logits[:, : self.loaded.info.vocab_size], temperatures, uniform[position]).tolist()
+                written = draw(logits, best, temperatures, uniform[position]).tolist()
                 progress(count)
         finally:
             for cache in caches:
                 cache.free()
-        shard = Shard(token_ids, roles, hidden)
-        if not bool(torch.isfinite(shard.states()[:, -1]).all()):
-            raise MootError(f"{self.loaded.info.model}: hidden states are not finite")
+        if not np.isfinite(shard.log_totals).all():
+            raise MootError(f"{self.loaded.info.model}: logits are not finite")
         return shard
 
 

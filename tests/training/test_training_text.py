@@ -21,7 +21,7 @@ from moot.training.prompt_file import read_prompts
 from moot.training.prompts import Turn, built_in, free_running
 from moot.training.sample import draw
 from moot.training.script import FORCED, GREEDY, SAMPLED, USER
-from moot.training.store import Shard, TextStore, bits
+from moot.training.store import Shard, TextStore, bits, is_held_out
 from moot.training.tap import tapped
 from moot.training.text import TextMaker, TextSettings, make_text
 
@@ -34,7 +34,7 @@ def assert_same_text(one: TextStore, other: TextStore) -> None:
     assert one.indices() == other.indices()
     for index in one.indices():
         first, second = one.read(index), other.read(index)
-        for name in ("token_ids", "roles", "hidden"):
+        for name in Shard.__slots__:
             np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
 
 
@@ -122,17 +122,16 @@ def test_the_tap_of_a_packed_decoder_sees_what_its_head_sees(tmp_path: Path) -> 
     assert float((states[0] - states[1]).norm() / states[1].norm()) < 0.05
 
 
-def test_greedy_answers_are_what_the_target_says(target: LoadedModel, text: TextStore) -> None:
-    """Where the role is GREEDY the token is the best of the stored state before it (ties and rounding aside)."""
-    head = target.model.get_output_embeddings().weight.detach()[: target.info.vocab_size].to(torch.bfloat16)
-    right = total = 0
-    for _, shard in text.shards():
-        best = (shard.states() @ head.T).argmax(-1).numpy()[:, :-1]
-        greedy = shard.roles[:, 1:] == GREEDY
-        right += int((best == shard.token_ids[:, 1:])[greedy].sum())
-        total += int(greedy.sum())
-    assert total > 200
-    assert right / total > 0.95
+def test_best_ids_and_totals_are_the_targets(target: LoadedModel, text: TextStore) -> None:
+    """With the state they give the probability of each id, and what a greedy answer would be."""
+    shard = text.read(1)
+    head = target.model.get_output_embeddings().weight.detach()[: target.info.vocab_size]
+    logits = shard.states().float() @ head.T
+    torch.testing.assert_close(logits.logsumexp(-1).numpy(), shard.log_totals.copy(), rtol=0.02, atol=0.05)
+    at_best = logits.gather(2, torch.from_numpy(shard.best.astype(np.int64))[..., None])[..., 0]
+    assert bool((logits.amax(-1) - at_best < 0.2).all())
+    greedy = shard.roles[:, 1:] == GREEDY
+    np.testing.assert_array_equal(shard.best[:, :-1][greedy], shard.token_ids[:, 1:][greedy])
 
 
 def test_every_role_occurs(text: TextStore) -> None:
@@ -144,12 +143,13 @@ def test_every_role_occurs(text: TextStore) -> None:
 def test_sampling_follows_the_distribution() -> None:
     """Inversion draws each id as often as its probability says, and the best one at temperature 0."""
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])).repeat(20_000, 1)
+    best = logits.argmax(1)
     uniform = torch.from_numpy(np.random.default_rng(1).random(20_000, np.float32))
-    ids = draw(logits, torch.ones(20_000), uniform)
+    ids = draw(logits, best, torch.ones(20_000), uniform)
     shares = torch.bincount(ids, minlength=5) / 20_000
     torch.testing.assert_close(shares, torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), atol=0.015, rtol=0)
-    assert set(draw(logits, torch.zeros(20_000), uniform).tolist()) == {0}
-    cooler = torch.bincount(draw(logits, torch.full((20_000,), 0.5), uniform), minlength=5) / 20_000
+    assert set(draw(logits, best, torch.zeros(20_000), uniform).tolist()) == {0}
+    cooler = torch.bincount(draw(logits, best, torch.full((20_000,), 0.5), uniform), minlength=5) / 20_000
     assert cooler[0] == pytest.approx(0.25 / (0.25 + 0.09 + 0.0225 + 0.0025), abs=0.015)
 
 
@@ -186,11 +186,13 @@ def test_a_bad_prompts_file_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_prompts_of_a_file_are_used(target: LoadedModel) -> None:
-    """With a share of 1 every conversation begins with a prompt of the file."""
+    """With a share of 1 every conversation begins with a prompt of the file; rows to measure on have their own."""
     settings = replace(SETTINGS, prompts_share=1.0)
-    shard = TextMaker(target, settings, [[Turn("what is a zebra")]]).make(0)
-    for row in shard.token_ids.tolist():
-        assert "what is a zebra" in target.tokenizer.decode(row)
+    prompts = [[Turn("measure" if is_held_out(number) else "learn")] for number in range(20)]
+    shard = TextMaker(target, settings, prompts).make(0)
+    for number, row in enumerate(shard.token_ids.tolist()):
+        shown = target.tokenizer.decode(row)
+        assert ("user\nmeasure" in shown, "user\nlearn" in shown) == (number == 3, number != 3)
 
 
 def test_built_in_prompts_are_many_and_filled_in() -> None:
@@ -211,5 +213,5 @@ def test_rows_longer_than_the_context_are_refused(target: LoadedModel) -> None:
 def test_bits_are_bfloat16() -> None:
     """What is stored reads back as the numbers rounded to bfloat16."""
     numbers = torch.randn(3, 4, 5)
-    shard = Shard(np.zeros((3, 4), np.uint32), np.zeros((3, 4), np.uint8), bits(numbers))
+    shard = Shard(*[np.zeros((3, 4), np.uint32)] * 4, bits(numbers))
     torch.testing.assert_close(shard.states(), numbers.to(torch.bfloat16), rtol=0, atol=0)
