@@ -18,6 +18,7 @@ COMMANDS = {
     "replay": "record what drafters propose once, and try votes, weights and trees on it",
     "simulate": "plan sizes that this machine does not have, in simulated time",
     "train": "make training text with a target, and drafters from it",
+    "index": "build the datastore of the suffix drafter from texts",
     "bench": "run one of the measurements in bench/",
 }
 

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moot.commands.common import cache_folder, say
 from moot.config import load_config, option
 from moot.core.errors import ConfigError
 
-BYTES_PER_NUMBER = 2
+if TYPE_CHECKING:
+    from moot.training.store import TextStore
+
+KINDS = ("text", "heads", "neural", "ngram")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    target: str = option(
-        "smollm2-135m-instruct", help="the model that drafters are for: the demo's, a folder or hub id"
+    kind: str = option(
+        help="what to make; text: only the training text, which the others make if need be", choices=KINDS
     )
-    kind: str = option(help="text: only make the training text, which the others share", choices=("text",))
-    out: Path | None = option(None, help="folder of the drafter (text: where it lies, by default under MOOT_CACHE)")
+    target: str = option("smollm2-135m-instruct", help="the model to draft for: the demo's, a folder or a hub id")
+    out: Path | None = option(None, help="folder of the drafter (text: of the text, by default under MOOT_CACHE)")
+    size: str = option("medium", help="of the drafter", choices=("small", "medium", "large"))
+    passes: float | None = option(None, help="passes over the text; none: the kind's own number")
     prompts: Path | None = option(
-        None, help="JSON lines with prompt or turns; held-out lines (question_id ending in 7) are refused"
+        None, help="JSON lines with turns or prompt, asked beside built-in ones; a question_id ending in 7 is refused"
     )
-    positions: int = option(
-        1_000_000, help="tokens of training text; with 576 hidden numbers 1.2 KB each (1.2 GB a million)"
-    )
+    positions: int = option(1_000_000, help="tokens of training text; on disk 1.2 GB a million for 576 hidden numbers")
+    text: Path | None = option(None, help="folder of a training text to learn from as it is, instead of making one")
     minutes: float | None = option(None, help="stop after so many minutes; the same command goes on from there")
     seed: int = option(0, help="of text and training")
     num_threads: int | None = option(None, help="torch threads; none: torch's default")
@@ -38,27 +45,62 @@ def run(argv: Sequence[str]) -> int:
         argv,
         prog="moot train",
         description="Make training text with a target, and drafters from it. Goes on where it was interrupted.",
-        example="moot train --kind text --positions 1000000",
+        example="moot train --kind heads --positions 1000000 --out heads",
     )
     if config.positions < 1:
         raise ConfigError("--positions must be positive")
+    if config.passes is not None and config.passes <= 0:
+        raise ConfigError("--passes must be positive")
+    if config.kind != "text" and config.out is None:
+        raise ConfigError("--out is required for a drafter")
     # Imports torch: not before the flags are known to be right.
-    from moot.model.load import load_model
     from moot.model.prepare import SMOLLM2, prepare
+    from moot.training.store import TextStore
+
+    until = float("inf") if config.minutes is None else time.monotonic() + 60 * config.minutes
+    folder = prepare(config.target, None, say) if config.target == SMOLLM2 else Path(config.target)
+    store = TextStore(config.text) if config.text else _text(config, folder, until)
+    if store is not None and config.kind == "text":
+        print(store.folder)
+    elif store is not None and config.out is not None:
+        _drafter(config, config.out, folder, store, until, shlex.join(["moot", "train", *argv]))
+    return 0
+
+
+def _text(config: TrainConfig, folder: Path, until: float) -> TextStore | None:
+    """None: the time was over before it was complete."""
+    from moot.model.load import load_model
     from moot.training.prompt_file import read_prompts
     from moot.training.store import TextStore
     from moot.training.text import TextMaker, TextSettings, make_text
 
-    until = float("inf") if config.minutes is None else time.monotonic() + 60 * config.minutes
-    folder = prepare(config.target, None, say) if config.target == SMOLLM2 else config.target
     prompts, refused = read_prompts(config.prompts) if config.prompts else ([], 0)
     if refused:
         say(f"{refused} prompts are held out for measuring and not used")
     loaded = load_model(folder, num_threads=config.num_threads)
     maker = TextMaker(loaded, TextSettings(seed=config.seed), prompts)
-    store = TextStore.create(config.out or maker.folder(cache_folder()), maker.manifest)
-    say(f"text in {store.folder}: {store.num_positions} positions are there, {config.positions} wanted")
-    complete = make_text(maker, store, config.positions, until)
-    say(f"text has {store.num_positions} positions" + ("" if complete else "; the same command goes on"))
-    print(store.folder)
-    return 0
+    own = config.out if config.kind == "text" else None
+    store = TextStore.create(own or maker.folder(cache_folder()), maker.manifest)
+    say(f"training text in {store.folder}: {store.num_positions} positions are there, {config.positions} wanted")
+    if make_text(maker, store, config.positions, until):
+        return store
+    say(f"training text has {store.num_positions} positions so far; the same command goes on")
+    return None
+
+
+def _drafter(config: TrainConfig, out: Path, folder: Path, store: TextStore, until: float, command: str) -> None:
+    import torch
+
+    from moot.training.dataset import Text
+    from moot.training.drafters import make_drafter, trainer
+    from moot.training.teacher import load_teacher
+
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    text = Text.of(store, config.positions)
+    made = trainer(config.kind, config.size, config.seed, config.passes, load_teacher(folder, store), text)
+    say(f"{config.kind} from {text.num_positions} positions: {json.dumps(made.facts)}")
+    if make_drafter(made, store, out, command, until, say):
+        print(out)
+    else:
+        say("the time is over; the same command goes on")

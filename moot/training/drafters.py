@@ -1,0 +1,80 @@
+"""From training text to a drafter's folder: train, measure, write, describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from moot.training.card import write_card
+from moot.training.counts import CountRecipe, CountTrainer
+from moot.training.dataset import Text
+from moot.training.fit import forget
+from moot.training.heads import HeadRecipe, HeadTrainer
+from moot.training.neural import NeuralRecipe, NeuralTrainer
+from moot.training.store import TextStore
+from moot.training.teacher import Teacher
+
+SIZES = ("small", "medium", "large")
+
+_HEADS = {"small": 512, "medium": 1024, "large": 2048}
+_NEURAL = {"small": (128, 1), "medium": (192, 2), "large": (256, 3)}
+_COUNTS = {"small": (2, 1), "medium": (3, 2), "large": (3, 4)}
+
+
+class Trainer(Protocol):
+    title: str
+    what: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What decides the result, for the model card and the check of a checkpoint."""
+
+    def train(self, folder: Path, facts: Mapping[str, Any], until: float = ...) -> bool:
+        """Returns whether it is complete; if not, calling it again goes on."""
+
+    def save(self, folder: Path, facts: Mapping[str, Any]) -> None: ...
+
+    def measure(self) -> dict[str, float]:
+        """As `acceptance.report` gives it; called after `save`."""
+
+
+def trainer(kind: str, size: str, seed: int, passes: float | None, teacher: Teacher, text: Text) -> Trainer:
+    """`passes`: over the text; None: the kind's own number."""
+    given = {"seed": seed} | ({} if passes is None else {"passes": passes})
+    match kind:
+        case "heads":
+            return HeadTrainer(teacher, text, HeadRecipe(width=_HEADS[size], **given))  # type: ignore[arg-type]
+        case "neural":
+            width, layers = _NEURAL[size]
+            return NeuralTrainer(teacher, text, NeuralRecipe(width=width, layers=layers, **given))  # type: ignore[arg-type]
+        case "ngram":
+            return CountTrainer(teacher, text, CountRecipe(*_COUNTS[size]))
+    raise ValueError(f"no trainer makes {kind}")
+
+
+def make_drafter(
+    trainer: Trainer,
+    store: TextStore,
+    folder: Path,
+    command: str,
+    until: float = float("inf"),
+    say: Callable[[str], None] = print,
+) -> bool:
+    """Write the drafter to `folder` with its model card. Returns False where the time was over before."""
+    manifest = store.manifest
+    text = {name: manifest[name] for name in ("target", "revision", "prompts", "settings")}
+    facts = {**trainer.facts, "text": text, "threads": torch.get_num_threads()}
+    if not trainer.train(folder, facts, until):
+        return False
+    trainer.save(folder, facts)
+    acceptance = trainer.measure()
+    write_card(folder, f"{trainer.title} for {manifest['target']}", trainer.what, facts, acceptance, command)
+    forget(folder)
+    say(
+        f"held out, greedy: first token right {acceptance['agreement_1']:.1%}, mean acceptance length"
+        f" {acceptance['length_4']:.3f} (K = 4), {acceptance['length_8']:.3f} (K = 8)"
+    )
+    return True
