@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ _CHECKPOINT = ".checkpoint.pt"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """AdamW; the rate rises over `warmup` steps and falls as a half cosine to a hundredth."""
+    """AdamW; the rate rises over `warmup` steps, at most a tenth of all, and falls as a half cosine to a hundredth."""
 
     steps: int
     rate: float
@@ -36,7 +37,7 @@ class Plan:
     weight_decay: float = 0.01
 
     def rate_at(self, step: int) -> float:
-        rising = min(1.0, (step + 1) / max(1, self.warmup))
+        rising = min(1.0, (step + 1) / max(1, min(self.warmup, self.steps // 10)))
         done = step / max(1, self.steps)
         return self.rate * rising * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
 
@@ -106,9 +107,11 @@ def _resume(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, fac
     if not path.is_file():
         return 0
     try:
-        state = torch.load(path, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        state = torch.load(path, weights_only=True) if zipfile.is_zipfile(path) else None
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise ConfigError(f"checkpoint {path} cannot be read, remove it to begin anew: {error}") from error
+    if state is None:
+        raise ConfigError(f"checkpoint {path} cannot be read, remove it to begin anew: it is no archive")
     if state["facts"] != dict(facts):
         raise ConfigError(f"checkpoint {path} is of a training with other settings; remove it to begin anew")
     module.load_state_dict(state["module"])

@@ -42,7 +42,7 @@ class NeuralRecipe:
     passes: float = 6.0
     window: int = 128
     batch: int = 16
-    rate: float = 2e-3
+    rate: float = 3e-3
     seed: int = 0
 
 
@@ -133,9 +133,13 @@ def make_model(teacher: Teacher, recipe: NeuralRecipe) -> Any:
         torch.manual_seed(recipe.seed)
         model: Any = transformers.LlamaForCausalLM(config)
     table = teacher.embedding.float()
+    # What all rows have in common says nothing, and would drown the rest in the first norm.
+    table = table - table.mean(0)
     _, directions = torch.linalg.eigh(table.T @ table)
-    # eigh sorts by rising eigenvalue; a direction's sign is arbitrary, and does not matter.
+    # By rising eigenvalue; a direction's sign does not matter.
     squeezed = table @ directions[:, -recipe.width :].flip(1)
+    # Rows of length 1 make the first logits small, whatever the target's scale.
+    squeezed /= squeezed.norm(dim=1).mean()
     with torch.no_grad():
         model.get_input_embeddings().weight.zero_()[:, : squeezed.shape[1]].copy_(squeezed)
     return model

@@ -39,5 +39,5 @@ def text(target: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> TextS
     """5 shards, one of them long."""
     maker = TextMaker(target, SETTINGS)
     store = TextStore.create(tmp_path_factory.mktemp("text"), maker.manifest)
-    assert make_text(maker, store, 4 * 6 * 96 + 3 * 160)
+    assert make_text(maker, store, 4 * 20 * 96 + 5 * 160)
     return store

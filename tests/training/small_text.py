@@ -2,4 +2,4 @@
 
 from moot.training.text import TextSettings
 
-SETTINGS = TextSettings(seed=3, rows=6, row_positions=96, long_rows=3, long_positions=160, long_every=3)
+SETTINGS = TextSettings(seed=3, rows=20, row_positions=96, long_rows=5, long_positions=160, long_every=3)
