@@ -82,20 +82,21 @@ class Calibration:
 
 
 class ShareAcceptance:
-    """Accepted / offered of trie nodes, by bucket of their vote share and depth.
+    """How far shares of the vote are from what is accepted, by bucket of share and depth: accepted over expected.
 
-    Before anything is known a node's acceptance is `prior_scale` times its share, worth `strength` tokens: 1 where the
-    share is itself a probability (calibrated), less where it only says how many agree.
+    A node's acceptance is its share times that ratio, so that within a bucket shares keep their order: the many small
+    ones share a bucket, and a tree is chosen among them. A ratio starts from `prior_scale`, worth `strength` expected
+    tokens: 1 where the share is itself a probability (calibrated), less where it only says how many agree.
     """
 
-    __slots__ = ("_accepted", "_decay", "_offered", "_prior_scale", "_strength")
+    __slots__ = ("_accepted", "_decay", "_expected", "_prior_scale", "_strength")
 
-    def __init__(self, prior_scale: float = 1.0, strength: float = 16.0, decay: float = 0.995) -> None:
+    def __init__(self, prior_scale: float = 1.0, strength: float = 32.0, decay: float = 0.999) -> None:
         if not 0 < prior_scale <= 1 or strength <= 0 or not 0 < decay <= 1:
             raise ValueError("prior_scale and decay must be in (0, 1], strength positive")
         cells = NUM_SHARE_BINS * NUM_SHARE_DEPTHS
         self._accepted = [0.0] * cells
-        self._offered = [0.0] * cells
+        self._expected = [0.0] * cells
         self._prior_scale = prior_scale
         self._strength = strength
         self._decay = decay
@@ -104,13 +105,14 @@ class ShareAcceptance:
         """Probability in [0, 1] that a node with this vote share is accepted, given that its parent is."""
         cell = _share_cell(share, depth)
         strength = self._strength
-        return (self._accepted[cell] + strength * self._prior_scale * share) / (self._offered[cell] + strength)
+        rate = share * (self._accepted[cell] + strength * self._prior_scale) / (self._expected[cell] + strength)
+        return rate if rate < 1.0 else 1.0
 
     def record(self, share: float, depth: int, accepted: bool) -> None:
         """Count one node whose parent was on the committed path."""
         cell = _share_cell(share, depth)
         self._accepted[cell] = self._accepted[cell] * self._decay + accepted
-        self._offered[cell] = self._offered[cell] * self._decay + 1.0
+        self._expected[cell] = self._expected[cell] * self._decay + share
 
 
 def _share_cell(share: float, depth: int) -> int:

@@ -42,9 +42,11 @@ def validate_proposal(proposal: Proposal, vocab_size: int, max_tokens: int) -> s
 class Shares:
     """Share of the vote of each node among its siblings, in [0, 1], worked out when asked for.
 
-    With `tables` (one per drafter of the ballot) the share is a probability: the best of each family's hit rates,
-    families combined by noisy-or, scaled down where siblings would sum to more than 1, since one token at most is
-    right. Without, it is the weight of the drafters behind the node over the weight of all that voted.
+    With `tables` (one per drafter of the ballot) the share is a probability: the highest hit rate behind the node,
+    scaled down where siblings would sum to more than 1, since one token at most is right. Siblings are ranked by all
+    that is behind them: the best hit rate of each family, families combined by noisy-or. Agreement says which of two
+    tokens is likelier, but drafters that read the same text are wrong together, and noisy-or as a probability would
+    spend a tree on them. Without tables, it is the weight of the drafters behind the node over that of all who voted.
     """
 
     __slots__ = ("_ballot", "_families", "_known", "_tables", "_total", "_weights")
@@ -67,8 +69,11 @@ class Shares:
         """Children of `node` with their shares, best first by the rule for ties."""
         known = self._known.get(node)
         if known is None:
-            say = self._by_weight if self._tables is None else self._by_hit_rate
-            known = [(child, say(child)) for child in self._ballot.children[node].values()]
+            children = self._ballot.children[node].values()
+            if self._tables is None:
+                known = [(child, self._by_weight(child)) for child in children]
+            else:
+                known = [(child, self._strongest(self._tables, child)) for child in children]
             if len(known) > 1:
                 # Before scaling, which keeps the order and could only add rounding.
                 known.sort(key=self._rank)
@@ -84,25 +89,24 @@ class Shares:
 
     def _rank(self, entry: tuple[int, float]) -> tuple[float, float, int]:
         child, share = entry
+        support = share if self._tables is None else self._together(self._tables, child)
         heaviest = max([self._weights[drafter] for drafter, _ in self._ballot.voters[child]])
         # Sums of equal weights in different orders differ in the last bits; that is a tie, not a win.
-        return -round(share, 12), -heaviest, self._ballot.token_ids[child]
+        return -round(support, 12), -heaviest, self._ballot.token_ids[child]
 
     def _by_weight(self, node: int) -> float:
         weights = self._weights
         behind = sum([weights[drafter] for drafter, _ in self._ballot.voters[node]])
         return behind / self._total if self._total > 0.0 else 0.0
 
-    def _by_hit_rate(self, node: int) -> float:
-        tables = self._tables
-        assert tables is not None
+    def _strongest(self, tables: Sequence[DrafterTable], node: int) -> float:
         depth = self._ballot.depths[node]
-        voters = self._ballot.voters[node]
-        if len(voters) == 1:
-            drafter, confidence = voters[0]
-            return tables[drafter].rate(confidence, depth)
+        return max([tables[drafter].rate(confidence, depth) for drafter, confidence in self._ballot.voters[node]])
+
+    def _together(self, tables: Sequence[DrafterTable], node: int) -> float:
+        depth = self._ballot.depths[node]
         best: dict[str, float] = {}
-        for drafter, confidence in voters:
+        for drafter, confidence in self._ballot.voters[node]:
             family = self._families[drafter]
             rate = tables[drafter].rate(confidence, depth)
             if rate > best.get(family, 0.0):

@@ -71,14 +71,26 @@ def test_a_smaller_budget_is_a_head_of_a_larger(raw: list[tuple[str, list[int]]]
 def test_learned_acceptance_turns_the_order() -> None:
     """Where a large share was never accepted and a small one always, the small one is verified first."""
     acceptance = ShareAcceptance()
-    for _ in range(300):
+    for _ in range(1500):
         acceptance.record(0.8, 0, False)
         acceptance.record(0.2, 0, True)
     assert vote(THREE, WEIGHTS, shape="tree", max_draft_tokens=1, acceptance=acceptance).draft.token_ids == (7,)
-    assert acceptance.rate(0.8, 0) < 0.1 < 0.9 < acceptance.rate(0.2, 0)
+    assert acceptance.rate(0.8, 0) < 0.1 < 0.8 < acceptance.rate(0.2, 0)
     # Another depth and another bucket have learned nothing.
     assert acceptance.rate(0.8, 1) == pytest.approx(0.8)
     assert acceptance.rate(0.5, 0) == pytest.approx(0.5)
+
+
+def test_learned_acceptance_keeps_the_order_of_shares_in_a_bucket() -> None:
+    """Of two small shares the larger stays the likelier, however much was learned of such shares; and where half as
+    much is accepted as they promise, both are halved."""
+    acceptance = ShareAcceptance()
+    for number in range(4000):
+        acceptance.record(0.06, 1, number % 100 < 3)
+    assert acceptance.rate(0.02, 1) < acceptance.rate(0.04, 1) < acceptance.rate(0.08, 1)
+    assert acceptance.rate(0.06, 1) == pytest.approx(0.04, abs=0.011)
+    assert acceptance.rate(0.08, 1) == pytest.approx(4 * acceptance.rate(0.02, 1))
+    assert acceptance.rate(0.5, 1) == 0.5
 
 
 def test_a_node_is_added_while_it_pays() -> None:

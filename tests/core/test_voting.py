@@ -191,6 +191,20 @@ def test_a_family_counts_as_its_strongest() -> None:
         assert winner(trained(unequal), twins) == (5,)
 
 
+def test_agreement_ranks_and_the_strongest_says_how_likely() -> None:
+    """Two of .5 who agree go before one of .6, but they are no .75: a tree spends its tokens by the highest rate, so
+    that alike drafters who are wrong together cannot fill it."""
+    calibration = trained({"a": 0.6, "b": 0.5, "c": 0.5})
+    proposals = [proposal("a", 1, 2), proposal("b", 5, 6), proposal("c", 5, 6)]
+    result = vote(proposals, {}, policy="calibrated", shape="tree", max_draft_tokens=4, calibration=calibration)
+    assert path_ids(result)[0] == 5
+    (first, better), (second, worse) = result.shares.of(0)
+    assert [result.ballot.token_ids[node] for node in (first, second)] == [5, 1]
+    # Scaled to a sum of 1, as one token at most is right.
+    assert (better, worse) == (pytest.approx(0.5 / 1.1, abs=0.02), pytest.approx(0.6 / 1.1, abs=0.02))
+    assert result.draft.token_ids[0] == 1
+
+
 def test_confidence_decides_when_it_was_informative() -> None:
     """The same drafter is believed in the bin where it was right and not where it was wrong."""
     table = Calibration()
