@@ -55,8 +55,8 @@ class CountTrainer:
         proposer = NgramProposer(NgramOptions(vocab_size=self.teacher.info.vocab_size, table=self._file))
         streams: list[Stream] = []
         measured = 0
-        for shard, row in self.text.rows(held_out=True):
-            ids, roles = shard.token_ids[row].tolist(), np.asarray(shard.roles[row])
+        for context, roles, _ in self.text.contexts():
+            ids: list[int] = context.tolist()
             right = np.zeros(len(ids), np.int64)
             session = proposer.open((), SamplingParams())
             for position, token in enumerate(ids):

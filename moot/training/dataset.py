@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moot.core.errors import ConfigError
-from moot.training.script import ANSWERS, FORCED
+from moot.training.script import ANSWERS, BEGIN, is_written
 from moot.training.store import Shard, TextStore, is_held_out
 
 
@@ -45,9 +45,18 @@ class Text:
                 if is_held_out(row) == held_out:
                     yield shard, row
 
+    def contexts(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8], Tensor]]:
+        """Of each context in held-out rows: ids, roles, and states bfloat16 [positions, width]."""
+        for shard, row in self.rows(held_out=True):
+            states = shard.states(row)
+            ids, roles = shard.token_ids[row].astype(np.int64), np.asarray(shard.roles[row])
+            borders = np.append(np.flatnonzero(roles == BEGIN), len(roles))
+            for first, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+                yield ids[first:end], roles[first:end], states[first:end]
+
     def frequent_ids(self, count: int) -> NDArray[np.int64]:
         """Up to `count` ids that the target wrote most often (ties: the lowest), ascending."""
-        written = [shard.token_ids[row][shard.roles[row] != FORCED] for shard, row in self.rows(held_out=False)]
+        written = [shard.token_ids[row][is_written(shard.roles[row])] for shard, row in self.rows(held_out=False)]
         ids, counts = np.unique(np.concatenate(written), return_counts=True)
         order = np.lexsort((ids, -counts))[:count]
         return np.sort(ids[order].astype(np.int64))
@@ -55,7 +64,7 @@ class Text:
     def written(self, held_out: bool = False) -> Iterator[list[int]]:
         """What the target wrote: answers and its own users' turns, each stretch one text."""
         for shard, row in self.rows(held_out):
-            inside = np.concatenate(([False], shard.roles[row] != FORCED, [False]))
+            inside = np.concatenate(([False], is_written(shard.roles[row]), [False]))
             borders = np.flatnonzero(inside[1:] != inside[:-1])
             for first, end in zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True):
                 yield shard.token_ids[row, first:end].tolist()
@@ -73,10 +82,15 @@ class Window:
 
 
 class Starts:
-    """Positions from which `length` others follow in the same row, `before` come before, and of which the one
-    `written` further was written by the target; in an order that the seed shuffles anew for each pass."""
+    """Windows of rows: positions with `before` before them and `length` from them on, of which the one `written`
+    further was written by the target; in an order that the seed shuffles anew for each pass.
 
-    def __init__(self, text: Text, before: int, length: int, written: int, seed: int, held_out: bool = False) -> None:
+    `within`: windows lie in one context. `held_out`: of the rows that nothing is learned from, answers only.
+    """
+
+    def __init__(
+        self, text: Text, before: int, length: int, written: int, seed: int, within: bool, held_out: bool = False
+    ) -> None:
         self._text, self._before, self._length, self._seed = text, before, length, seed
         found = []
         for number, shard in enumerate(text.shards):
@@ -85,9 +99,11 @@ class Starts:
             last = roles.shape[1] - length
             if last <= before:
                 continue
-            wanted = roles[:, before + written : last + written] != FORCED
-            if held_out:
-                wanted = np.isin(roles[:, before + written : last + written], ANSWERS)
+            there = roles[:, before + written : last + written]
+            wanted = np.isin(there, ANSWERS) if held_out else is_written(there)
+            if within:
+                begun = np.cumsum(roles == BEGIN, axis=1)
+                wanted &= begun[:, : last - before] == begun[:, before + length - 1 : last + length - 1]
             at = np.argwhere(wanted)
             picked = np.empty((len(at), 3), np.int64)
             picked[:, 0], picked[:, 1], picked[:, 2] = number, np.array(rows)[at[:, 0]], at[:, 1] + before

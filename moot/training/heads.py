@@ -51,7 +51,7 @@ class HeadTrainer:
         torch.nn.init.normal_(self.head.outward.weight, std=0.01, generator=generator)
         self.rows = teacher.rows[token_ids].contiguous()
         self._before = max(0, recipe.tokens - 2)
-        self._starts = Starts(text, self._before, recipe.depths + 1, 2, recipe.seed)
+        self._starts = Starts(text, self._before, recipe.depths + 1, 2, recipe.seed, within=True)
         self.plan = Plan(max(1, round(recipe.passes * len(self._starts) / recipe.batch)), recipe.rate)
 
     title = "Recurrent head"
@@ -110,10 +110,8 @@ class HeadTrainer:
         """Acceptance on held-out rows."""
         streams: list[Stream] = []
         measured = 0
-        for shard, row in self.text.rows(held_out=True):
-            roles = np.asarray(shard.roles[row])
-            ids = torch.from_numpy(shard.token_ids[row].astype(np.int64))
-            streams.append(Stream(roles, self._right(ids, shard.states(row), roles)))
+        for ids, roles, states in self.text.contexts():
+            streams.append(Stream(roles, self._right(torch.from_numpy(ids), states, roles)))
             measured += int(np.isin(roles, ANSWERS).sum())
             if measured >= MOST_MEASURED:
                 break

@@ -23,7 +23,7 @@ from moot.training.dataset import Starts, Text
 from moot.training.divergence import divergence
 from moot.training.fit import Plan, fit
 from moot.training.heads import MOST_MEASURED
-from moot.training.script import ANSWERS, FORCED
+from moot.training.script import ANSWERS, is_written
 from moot.training.teacher import Teacher
 
 _HEAD_DIM = 64
@@ -57,8 +57,8 @@ class NeuralTrainer:
         rare[self._frequent] = False
         self._rare = rare.nonzero()[:, 0]
         self.model = make_model(teacher, recipe)
-        self._starts = Starts(text, 0, recipe.window, 1, recipe.seed)
-        positions = sum(int((shard.roles[row] != FORCED).sum()) for shard, row in text.rows(held_out=False))
+        self._starts = Starts(text, 0, recipe.window, 1, recipe.seed, within=False)
+        positions = sum(int(is_written(shard.roles[row]).sum()) for shard, row in text.rows(held_out=False))
         steps = max(1, round(recipe.passes * positions / (recipe.batch * recipe.window)))
         self.plan = Plan(steps, recipe.rate, weight_decay=0.02)
 
@@ -71,7 +71,7 @@ class NeuralTrainer:
 
     def loss(self, step: int) -> Tensor:
         window = self._starts.batch(step, self.recipe.batch)
-        written = (window.roles[:, 1:] != FORCED).flatten()
+        written = torch.from_numpy(is_written(window.roles[:, 1:].numpy())).flatten()
         dtype = self.teacher.rows.dtype
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
             states = self.model.model(input_ids=window.token_ids, use_cache=False).last_hidden_state
@@ -97,13 +97,12 @@ class NeuralTrainer:
         streams: list[Stream] = []
         measured = 0
         rows = self.model.get_input_embeddings().weight[: self.teacher.info.vocab_size]
-        for shard, row in self.text.rows(held_out=True):
-            ids = torch.from_numpy(shard.token_ids[row].astype(np.int64))
+        for context, roles, _ in self.text.contexts():
+            ids = torch.from_numpy(context)
             states = self.model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
             best = torch.cat([(part @ rows.T).argmax(1) for part in states.split(_ROWS_AT_ONCE)])
             matches = np.zeros(len(ids), np.bool_)
             matches[:-1] = (best[:-1] == ids[1:]).numpy()
-            roles = np.asarray(shard.roles[row])
             streams.append(Stream(roles, from_single(matches)))
             measured += int(np.isin(roles, ANSWERS).sum())
             if measured >= MOST_MEASURED:

@@ -2,8 +2,7 @@
 
 Of each position: the token's id, its role (script.py), and what the target makes of it: the id it finds likeliest to
 come next, the logarithm of the sum of its exponentiated logits, and its last hidden state, bfloat16. With 576 numbers
-in a state that is 1,165 bytes. Arrays are mapped into memory when read. All rows of a text have begun with an empty
-context.
+in a state that is 1,165 bytes. Arrays are mapped into memory when read.
 """
 
 from __future__ import annotations

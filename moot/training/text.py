@@ -1,5 +1,7 @@
 """Makes training text with the target: many rows in lock step, a token of each per pass.
 
+A row is one conversation after the other, each in a context of its own.
+
 A shard depends on the settings, its number and nothing else: it has random numbers of its own, starts with empty
 caches, and all its passes have the same rows. So whatever was interrupted, the same text comes out; what is lost is the
 shard that was being made.
@@ -28,7 +30,7 @@ from moot.training.chat import Chat
 from moot.training.progress import progress_bar
 from moot.training.prompts import Turn, built_in, free_running
 from moot.training.sample import draw
-from moot.training.script import Row, stages
+from moot.training.script import BEGIN, Row, stages
 from moot.training.store import Shard, TextStore, bits, is_held_out
 from moot.training.tap import Tap, tapped
 
@@ -144,6 +146,9 @@ class TextMaker:
                 ids = [token for token, _ in taken]
                 shard.token_ids[:, position] = ids
                 shard.roles[:, position] = [role for _, role in taken]
+                for cache, (_, role) in zip(caches, taken, strict=True):
+                    if role == BEGIN:
+                        cache.free()
                 steps = [SequenceInput(cache, [token], None, (0,)) for cache, token in zip(caches, ids, strict=True)]
                 logits = torch.cat(self.runner.forward(steps))[:, : self.loaded.info.vocab_size]
                 for cache in caches:

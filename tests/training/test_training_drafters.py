@@ -25,7 +25,7 @@ from moot.training.drafters import make_drafter
 from moot.training.fit import Plan, fit
 from moot.training.heads import HeadRecipe, HeadTrainer
 from moot.training.neural import NeuralRecipe, NeuralTrainer
-from moot.training.script import FORCED, GREEDY, SAMPLED
+from moot.training.script import BEGIN, FORCED, GREEDY, SAMPLED, is_written
 from moot.training.store import TextStore, is_held_out
 from moot.training.teacher import Teacher, load_teacher
 
@@ -53,7 +53,7 @@ def make(kind: str, teacher: Teacher, dataset: Text) -> Any:
 
 
 def held_out_divergence(trainer: HeadTrainer) -> float:
-    starts = Starts(trainer.text, 0, HEADS.depths + 1, 2, 0, held_out=True)
+    starts = Starts(trainer.text, 0, HEADS.depths + 1, 2, 0, within=True, held_out=True)
     with torch.inference_mode():
         return float(trainer.loss(starts.batch(0, 128)))
 
@@ -138,7 +138,7 @@ def test_the_seed_decides(teacher: Teacher, dataset: Text) -> None:
     one, same = HeadTrainer(teacher, dataset, HEADS), HeadTrainer(teacher, dataset, HEADS)
     with torch.no_grad():
         assert torch.equal(*(trainer.loss(trainer._starts.batch(3, 64)) for trainer in (one, same)))
-    starts = [Starts(dataset, 0, 3, 2, seed) for seed in (0, 1)]
+    starts = [Starts(dataset, 0, 3, 2, seed, within=True) for seed in (0, 1)]
     assert not torch.equal(*(one.batch(0, 64).token_ids for one in starts))
 
 
@@ -194,14 +194,12 @@ def test_measured_acceptance_of_a_table_is_the_proposers(teacher: Teacher, datas
     found = trainer.measure()
     proposer = create("ngram", {"vocab_size": teacher.info.vocab_size, "table": str(tmp_path / "table.npz")})
     hit = total = 0
-    for shard, row in dataset.rows(held_out=True):
-        ids, roles = shard.token_ids[row].tolist(), shard.roles[row]
-        for position in range(2, len(ids)):
-            first_of_run = max((p for p in range(position + 1) if roles[p] != GREEDY), default=-1) + 1
-            if roles[position] == GREEDY and first_of_run >= 2:
-                chains = proposer.propose([Ask(proposer.open(ids[:position], SamplingParams()), 1)])[0]
-                total += 1
-                hit += bool(chains) and chains[0].token_ids[0] == ids[position]
+    for context, roles, _ in dataset.contexts():
+        ids = context.tolist()
+        for position in np.flatnonzero(roles == GREEDY).tolist():
+            chains = proposer.propose([Ask(proposer.open(ids[:position], SamplingParams()), 1)])[0]
+            total += 1
+            hit += bool(chains) and chains[0].token_ids[0] == ids[position]
     assert found["tokens"] == total > 20
     assert found["agreement_1"] == pytest.approx(hit / total, abs=1e-4)
 
@@ -223,16 +221,23 @@ def test_nothing_is_learned_from_held_out_rows(dataset: Text) -> None:
     """Starts, frequent ids and counted texts come from the other rows alone."""
     shard = dataset.shards[0]
     held = {tuple(shard.token_ids[row, :40].tolist()) for row in range(20) if is_held_out(row)}
-    starts = Starts(dataset, 0, 40, 2, 0)
+    starts = Starts(dataset, 0, 40, 2, 0, within=False)
     windows = starts.batch(0, len(starts)).token_ids.tolist()
     assert not held.intersection(map(tuple, windows))
-    written = sum(int((shard.roles[row] != FORCED).sum()) for shard, row in dataset.rows(held_out=False))
+    written = sum(int(is_written(shard.roles[row]).sum()) for shard, row in dataset.rows(held_out=False))
     assert sum(map(len, dataset.written())) == written
+
+
+def test_windows_stay_within_a_context(dataset: Text) -> None:
+    """What stands before a context is not known in it: no window of a head goes over its begin."""
+    starts = Starts(dataset, 2, 8, 2, 0, within=True)
+    roles = starts.batch(0, len(starts)).roles
+    assert not bool((roles[:, 1:] == BEGIN).any())
 
 
 def test_each_pass_sees_every_start_once(dataset: Text) -> None:
     """Batches run through a shuffled pass, then through the next one."""
-    starts = Starts(dataset, 0, 3, 2, 0)
+    starts = Starts(dataset, 0, 3, 2, 0, within=True)
     batch = -(-len(starts) // 4)
     seen = torch.cat([starts.batch(step, batch).states[:, 0] for step in range(4)])[: len(starts)]
     whole = starts.read(starts._all).states[:, 0]

@@ -20,7 +20,7 @@ from moot.training.chat import Chat
 from moot.training.prompt_file import read_prompts
 from moot.training.prompts import Turn, built_in, free_running
 from moot.training.sample import draw
-from moot.training.script import FORCED, GREEDY, SAMPLED, USER
+from moot.training.script import BEGIN, FORCED, GREEDY, SAMPLED, USER
 from moot.training.store import Shard, TextStore, bits, is_held_out
 from moot.training.tap import tapped
 from moot.training.text import TextMaker, TextSettings, make_text
@@ -92,17 +92,19 @@ def test_a_folder_holds_one_text(target: LoadedModel, text: TextStore) -> None:
 
 
 def test_stored_states_are_the_runners(target: LoadedModel, text: TextStore) -> None:
-    """The hidden state of a position, times the output layer, gives the logits of the runner for the same tokens."""
+    """The state of a position, times the output layer, gives the runner's logits for the tokens of its context."""
     shard = text.read(0)
     runner = ModelRunner(target, 4096, False)
     head = target.model.get_output_embeddings().weight.detach()
     for row in (0, 5):
-        ids = shard.token_ids[row].tolist()
+        borders = [*np.flatnonzero(shard.roles[row] == BEGIN).tolist(), SETTINGS.row_positions]
+        first, end = borders[-2:]
+        ids = shard.token_ids[row, first:end].tolist()
         with tapped(target) as tap:
             (logits,) = runner.forward([SequenceInput(runner.new_cache(), ids, None, range(len(ids)))])
             states = tap.take()
         torch.testing.assert_close(states @ head.T, logits)
-        torch.testing.assert_close(shard.states(row).float(), states, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(shard.states(row)[first:end].float(), states, rtol=0.02, atol=0.02)
 
 
 def test_the_tap_of_a_packed_decoder_sees_what_its_head_sees(tmp_path: Path) -> None:
@@ -137,7 +139,17 @@ def test_best_ids_and_totals_are_the_targets(target: LoadedModel, text: TextStor
 def test_every_role_occurs(text: TextStore) -> None:
     """Prompts, greedy answers, sampled ones and user turns by the target are all there."""
     roles = np.concatenate([shard.roles.ravel() for _, shard in text.shards()])
-    assert set(np.unique(roles)) == {FORCED, GREEDY, SAMPLED, USER}
+    assert set(np.unique(roles)) == {FORCED, GREEDY, SAMPLED, USER, BEGIN}
+
+
+def test_each_conversation_has_a_context_of_its_own(text: TextStore) -> None:
+    """Rows begin with a context and hold more than one, and the first state of each is what its first token gives."""
+    shard = text.read(0)
+    assert bool((shard.roles[:, 0] == BEGIN).all())
+    begins = np.argwhere(shard.roles == BEGIN)
+    assert len(begins) > len(shard.roles)
+    first = {shard.hidden[row, position].tobytes() for row, position in begins.tolist()}
+    assert len(first) == len(np.unique(shard.token_ids[shard.roles == BEGIN]))
 
 
 def test_sampling_follows_the_distribution() -> None:
