@@ -35,7 +35,7 @@ class HeadRecipe:
     decay: float = 0.8
     passes: float = 3.0
     batch: int = 512
-    rate: float = 1e-3
+    rate: float = 2e-3
     seed: int = 0
 
 
