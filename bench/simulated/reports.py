@@ -31,7 +31,7 @@ CORRELATION = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    simulated_s: float = option(2.0, help="simulated seconds counted per point of a report, after as many to warm up")
+    simulated_s: float = option(3.0, help="simulated seconds counted per point of a report, after as many to warm up")
     max_verifiers: int = option(1000, help="largest installation of the report `scale`")
     sim_seed: int = option(1, help="first seed of the simulated requests")
     sim_seeds: int = option(7, help="seeds per point; each table has medians and 95 % intervals over them")
