@@ -60,10 +60,10 @@ MACHINES = {
 
 
 def simulate(costs: Costs, concurrency: int, length: int | None, noise: float, rounds: int, seed: int = 1) -> Outcome:
-    """About `rounds` rounds of all requests together, after as many to warm up, and at least 60 steps of each;
-    `length` None: the policy."""
+    """About `rounds` rounds of all requests together, and at least 60 steps, after as many to warm up, and at least
+    200 steps: the policy begins knowing nothing, with all requests at once. `length` None: the policy."""
     step_s = costs.step.seconds(concurrency, concurrency)
-    seconds = max(rounds / concurrency * 1.5, 60) * step_s
+    seconds = rounds / concurrency * 1.5 * step_s
     replicas = max(2, concurrency)
     scenario = Scenario(
         verifier=VerifierPlan(costs.step, batching=costs.batching, noise=noise),
@@ -75,8 +75,8 @@ def simulate(costs: Costs, concurrency: int, length: int | None, noise: float, r
             num_speculative_tokens=length,
         ),
         concurrency=concurrency,
-        warm_up_s=seconds,
-        measure_s=seconds,
+        warm_up_s=max(seconds, 200 * step_s),
+        measure_s=max(seconds, 60 * step_s),
     )
     texts = RandomTexts([LoadClass(output_tokens=400)], [costs.chances], 0.0, seed)
     return World(scenario, texts).run()

@@ -286,7 +286,7 @@ def scale(config: ReportConfig) -> None:
             config,
             num_verifiers=count,
             num_routers=max(1, count // 5),
-            concurrency=16,
+            concurrency=8,
             pools=(neural(2 * count),),
             warm_up_s=1.0,
             measure_s=1.0,
@@ -298,7 +298,7 @@ def scale(config: ReportConfig) -> None:
         speed = speeds(found)
         points.append((count, speed.median, took))
         each = Interval(speed.median / count, speed.low / count, speed.high / count)
-        rows.append((count, count * 16, seeds, f"{speed.median:,.0f}", each.text(0), f"{took:.0f}"))
+        rows.append((count, count * 8, seeds, f"{speed.median:,.0f}", each.text(0), f"{took:.0f}"))
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
