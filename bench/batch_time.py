@@ -56,8 +56,9 @@ SHAPES = (
 
 WAYS = ("one by one", "together")
 
-Key = tuple[str, str, str]
-"""Mode, step and way."""
+
+def key(mode: str, shape: Shape, way: str) -> str:
+    return f"{mode}, {shape.name}, {way}"
 
 
 def filled_caches(runner: ModelRunner, context: int, count: int) -> list[KvCache]:
@@ -87,11 +88,11 @@ def step(runner: ModelRunner, rules: RowRules, shape: Shape, caches: Sequence[Kv
     return lambda: timed(once)
 
 
-def all_steps(arguments: argparse.Namespace) -> dict[Key, Callable[[], float]]:
+def all_steps(arguments: argparse.Namespace) -> dict[str, Callable[[], float]]:
     """Raises SystemExit where several requests' attention is never one call."""
     loaded = load_model(arguments.model, device="cpu", dtype="bfloat16", num_threads=arguments.threads)
     most = max(shape.requests for shape in SHAPES)
-    found: dict[Key, Callable[[], float]] = {}
+    found: dict[str, Callable[[], float]] = {}
     for mode, deterministic in MODES:
         runner = ModelRunner(loaded, most * round_up(arguments.context + len(TREE), PAGE_SLOTS), deterministic)
         if not runner.rules.together:
@@ -100,26 +101,26 @@ def all_steps(arguments: argparse.Namespace) -> dict[Key, Callable[[], float]]:
         for shape in SHAPES:
             for way in WAYS:
                 rules = replace(runner.rules, together=way == "together")
-                found[mode, shape.name, way] = step(runner, rules, shape, caches)
+                found[key(mode, shape, way)] = step(runner, rules, shape, caches)
     return found
 
 
-def summary(times: Mapping[Key, Sequence[float]]) -> list[tuple[str, ...]]:
-    rows = []
+def summary(times: Mapping[str, Sequence[float]]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     for shape in SHAPES:
         for mode, _ in MODES:
-            apart, together = (times[mode, shape.name, way] for way in WAYS)
+            apart, together = (times[key(mode, shape, way)] for way in WAYS)
             both = (Interval.of(apart).text(1), Interval.of(together).text(1))
             rows.append((shape.name, mode, *both, ratios(together, apart).text()))
     return rows
 
 
-def draw(times: Mapping[Key, Sequence[float]], context: int, figure: Any) -> None:
+def draw(times: Mapping[str, Sequence[float]], context: int, figure: Any) -> None:
     axes = figure.subplots()
     places = range(len(SHAPES))
     width = 0.8 / len(MODES)
     for number, (mode, _) in enumerate(MODES):
-        found = [ratios(*(times[mode, shape.name, way] for way in reversed(WAYS))) for shape in SHAPES]
+        found = [ratios(*(times[key(mode, shape, way)] for way in reversed(WAYS))) for shape in SHAPES]
         around = [[each.median - each.low for each in found], [each.high - each.median for each in found]]
         middles = [place + (number - (len(MODES) - 1) / 2) * width for place in places]
         axes.bar(middles, [each.median for each in found], width, yerr=around, capsize=3, label=mode)
@@ -145,7 +146,7 @@ def main() -> None:
         {
             "context": arguments.context,
             "threads": arguments.threads,
-            "times_ms": {", ".join(key): values for key, values in times.items()},
+            "times_ms": times,
         },
         lambda figure: draw(times, arguments.context, figure),
     )
