@@ -205,7 +205,8 @@ def row(concurrency: str, found: Mapping[str, Any]) -> tuple[str, ...]:
 
 def draw(figure: Any, found: Mapping[str, Mapping[str, Any]]) -> None:
     left, right = figure.subplots(1, 2)
-    names = list(next(iter(found.values()))["runs"])
+    # Parts of a kept table may have tried other fixed lengths.
+    names = [name for name in next(iter(found.values()))["runs"] if all(name in one["runs"] for one in found.values())]
     width = 0.8 / len(names)
     for place, name in enumerate(names):
         cells = [ratios(speeds(one, name), speeds(one, OFF)) for one in found.values()]

@@ -71,7 +71,7 @@ def publish(
     """
     RESULTS.mkdir(exist_ok=True)
     here = machine()
-    command = " ".join([Path(sys.executable).name, "-m", f"bench.{name}", *map(_shown, sys.argv[1:])])
+    command = " ".join([Path(sys.executable).name, "-m", f"bench.{script or name}", *map(_shown, sys.argv[1:])])
     (RESULTS / f"{name}.json").write_text(json.dumps({"command": command, "machine": here, **facts}, indent=1))
     described = ", ".join(f"{key} {value}" for key, value in here.items() if value != [])
     text = f"`{command}`\n\n{described}\n\n{table(header, rows)}\n"

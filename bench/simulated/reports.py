@@ -31,7 +31,7 @@ CORRELATION = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    simulated_s: float = option(2.0, help="simulated seconds counted per point of a report, after as many to warm up")
+    simulated_s: float = option(6.0, help="simulated seconds counted per point of a report, after as many to warm up")
     max_verifiers: int = option(1000, help="largest installation of the report `scale`")
     sim_seed: int = option(1, help="first seed of the simulated requests")
     sim_seeds: int = option(7, help="seeds per point; each table has medians and 95 % intervals over them")
@@ -135,7 +135,8 @@ def router(config: ReportConfig) -> None:
     """Where one router process saturates."""
     rows, points = [], []
     for count in (1, 4, 8, 12, 16):
-        scenario = base(config, num_verifiers=count, pools=(neural(4 * count),))
+        half = config.simulated_s / 2
+        scenario = base(config, num_verifiers=count, pools=(neural(4 * count),), warm_up_s=half, measure_s=half)
         found = run(config, scenario, f"{count} verifiers, one router")
         speed, busy = speeds(found), over(found, lambda one: one.router_utilisation)
         points.append((count, speed.median, busy.median))
@@ -171,6 +172,9 @@ def overlap(config: ReportConfig) -> None:
             base(
                 config,
                 concurrency=concurrency,
+                # As many tokens of few requests as of many.
+                warm_up_s=config.simulated_s * 32 / max(concurrency, 3),
+                measure_s=config.simulated_s * 32 / max(concurrency, 3),
                 pools=(neural(4, ahead),),
                 verifier=replace(base(config).verifier, batching=batching),
             ),
@@ -216,8 +220,8 @@ def overlap(config: ReportConfig) -> None:
 def loss(config: ReportConfig) -> None:
     """What losing a tenth of the drafters, or of the verifiers, costs: beside the same seed without a loss."""
     verifiers, rows, lines = 10, [], {}
-    fail_at = 2 * config.simulated_s
-    span = fail_at + config.simulated_s
+    fail_at = config.simulated_s
+    span = 1.5 * config.simulated_s
     for replicas in (4, 1):
         cases = [("nothing", 0.0, 0.0), ("10 % of the drafters", 0.1, 0.0)]
         if replicas == 4:
@@ -282,7 +286,7 @@ def scale(config: ReportConfig) -> None:
             config,
             num_verifiers=count,
             num_routers=max(1, count // 5),
-            concurrency=16,
+            concurrency=8,
             pools=(neural(2 * count),),
             warm_up_s=1.0,
             measure_s=1.0,
@@ -294,7 +298,7 @@ def scale(config: ReportConfig) -> None:
         speed = speeds(found)
         points.append((count, speed.median, took))
         each = Interval(speed.median / count, speed.low / count, speed.high / count)
-        rows.append((count, count * 16, seeds, f"{speed.median:,.0f}", each.text(0), f"{took:.0f}"))
+        rows.append((count, count * 8, seeds, f"{speed.median:,.0f}", each.text(0), f"{took:.0f}"))
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()

@@ -140,7 +140,7 @@ def run(argv: Sequence[str]) -> int:
         prog="moot simulate",
         description="Routers, drafters and verifiers in simulated time, with Moot's own policies, vote and scheduler: "
         "tokens per second, and who is busy, for each concurrency.",
-        example="moot simulate --verifiers 100 --routers 20 --replicas 200 --concurrency 4,16,64 --verify-ms 30 "
+        example="moot simulate --verifiers 8 --routers 2 --replicas 16 --concurrency 4,16,64 --verify-ms 30 "
         "--draft-token-ms 3 --acceptance 0.8,0.7,0.6 --picture plan.png",
     )
     draw = _picture_maker() if config.picture is not None else None

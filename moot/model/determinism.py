@@ -2,9 +2,10 @@
 
 A matrix product may round a row differently depending on how many rows share the call and where the row lies among
 them: BLAS libraries have other kernels for few rows and for remainders. In deterministic mode every product runs in
-tiles of at most 32 rows, padded to row counts that are equal bit by bit; attention runs per request in tiles of at
-most 32 query rows, padded likewise, over a KV length that is a multiple of 256. Which paddings are needed depends on
-the machine: `selfcheck` picks the cheapest that holds, or refuses the mode.
+tiles of at most 32 rows (a decoder's of more, where that holds), padded to row counts that are equal bit by bit;
+attention runs in tiles of at most 32 query rows of one request, padded likewise, over a KV length that is a multiple of
+256. A call may compute the tiles of several requests where each comes out of it as out of a call of its own. What holds
+depends on the machine: `selfcheck` picks the cheapest that does, or refuses the mode.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -120,6 +120,17 @@ def first_highest_rows(rows: Tensor) -> Tensor:
     is_highest = (rows == highest) | rows.isnan()
     numbers = torch.arange(rows.shape[1], device=rows.device)
     return torch.where(is_highest, numbers, rows.shape[1]).amin(dim=1)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """All rows of `parts`, each [rows, n] of one dtype; a view of them where they follow one another in memory."""
+    first, total = parts[0], sum(part.shape[0] for part in parts)
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    for part in parts:
+        if not part.is_contiguous() or part.untyped_storage().data_ptr() != storage or part.storage_offset() != offset:
+            return torch.cat(list(parts))
+        offset += part.numel()
+    return first.as_strided((total, first.shape[1]), (first.shape[1], 1))
 
 
 def only(row: Tensor, allowed: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from moot.core.errors import RequestPoisoned
 from moot.core.types import ROOT, TokenLogprobs
 from moot.model.batch_sampler import BatchSampler, Drawn, RowSpec
 from moot.model.candidates import likeliest
+from moot.model.logits import joined
 from moot.model.sampler import Sampler
 from services.verifier.outcomes import DeviceLost
 from services.verifier.sessions import Session, Work
@@ -21,8 +22,9 @@ _log = logging.getLogger("moot.verifier")
 
 
 class Walks:
-    """With a `batch_sampler` all rows of a step are drawn at once, before the walks, and fetched in one piece; without
-    one, rows are drawn as the walks ask for them, so that those off the accepted path cost nothing.
+    """With a `batch_sampler` all rows of a step are drawn at once, before the walks, and fetched in one piece. Without
+    one, rows that need noise are drawn as the walks ask for them, so that those off the accepted path cost nothing;
+    what is only looked up, highest and likeliest ids, is looked up in all rows of a step by one call each.
 
     Rows of a request's logits, [1 + fed nodes, vocab], are as `row_of_nodes` numbers them.
     """
@@ -35,30 +37,58 @@ class Walks:
         self._batch_sampler = batch_sampler
         self._drawn: dict[int, list[Drawn]] = {}
         """What was drawn at once in this step, by session: one entry per row of its logits."""
+        self._highest: dict[int, list[int | None]] = {}
+        self._likeliest: dict[int, list[tuple[int, ...]]] = {}
+        """Likewise, what was looked up at once."""
 
     def draw(self, results: Sequence[tuple[Session, Work, Tensor]]) -> None:
         """A step begins whose walks are to go over these logits. Raises DeviceLost only.
 
-        Nothing is drawn yet without a batch sampler, or where it fails, whoever's fault it is.
+        Nothing is known yet where that fails, whoever's fault it is: the walks then do it row by row.
         """
-        self._drawn = {}
-        if self._batch_sampler is None or not results:
+        self._drawn, self._highest, self._likeliest = {}, {}, {}
+        if not results:
             return
         try:
-            specs = [_row_specs(session, work, self._sampler.vocab_size) for session, work, _ in results]
-            logits = torch.cat([rows for _, _, rows in results])
-            drawn = iter(self._batch_sampler.draw(logits, [spec for own in specs for spec in own]))
+            if self._batch_sampler is None:
+                self._look_up([(session, rows) for session, _, rows in results])
+            else:
+                self._draw_all(self._batch_sampler, results)
         except torch.AcceleratorError as error:
             raise DeviceLost(str(error)) from error
-        except Exception as error:  # noqa: BLE001 - drawn row by row, it fails for the request that causes it
+        except Exception as error:  # noqa: BLE001 - done row by row, it fails for the request that causes it
             _log.warning("rows are drawn one by one", exc_info=error)
-            return
-        for (session, _, _), own in zip(results, specs, strict=True):
-            self._drawn[session.arrival] = [next(drawn) for _ in own]
+
+    def _draw_all(self, sampler: BatchSampler, results: Sequence[tuple[Session, Work, Tensor]]) -> None:
+        specs = [_row_specs(session, work, self._sampler.vocab_size) for session, work, _ in results]
+        logits = torch.cat([rows for _, _, rows in results])
+        drawn = iter(sampler.draw(logits, [spec for own in specs for spec in own]))
+        self._drawn = {
+            session.arrival: [next(drawn) for _ in own] for (session, _, _), own in zip(results, specs, strict=True)
+        }
+
+    def _look_up(self, results: Sequence[tuple[Session, Tensor]]) -> None:
+        vocab_size = self._sampler.vocab_size
+        greedy = [
+            (session, rows)
+            for session, rows in results
+            if not self._sampler.needs_row(session.params, session.num_output_tokens)
+        ]
+        if greedy:
+            highest = iter(self._sampler.greedy_rows(joined([rows for _, rows in greedy])))
+            self._highest = {session.arrival: [next(highest) for _ in rows] for session, rows in greedy}
+        hinted = [(session, rows) for session, rows in results if session.num_top_candidates]
+        if hinted:
+            width = min(max(session.num_top_candidates for session, _ in hinted), vocab_size)
+            ids = iter(likeliest(joined([rows for _, rows in hinted])[:, :vocab_size], width))
+            self._likeliest = {
+                session.arrival: [next(ids)[: session.num_top_candidates] for _ in rows] for session, rows in hinted
+            }
 
     def forget(self, session: Session) -> None:
         """Its logits are others than those that `draw` got."""
-        self._drawn.pop(session.arrival, None)
+        for found in (self._drawn, self._highest, self._likeliest):
+            found.pop(session.arrival, None)
 
     def walk(self, session: Session, work: Work, logits: Tensor) -> tuple[Walk, list[int]]:
         """The walk through the draft, and the row that each output token was sampled from. Raises RequestPoisoned."""
@@ -67,6 +97,8 @@ class Walks:
         known: list[int | None] | None = None
         if drawn := self._drawn.get(session.arrival):
             known = [one.token_id for one in drawn]
+        elif highest := self._highest.get(session.arrival):
+            known = highest
         elif not sampler.needs_row(params, session.num_output_tokens):
             known = sampler.greedy_rows(logits)
         rows: list[int] = []
@@ -108,6 +140,8 @@ class Walks:
             return ()
         if drawn := self._drawn.get(session.arrival):
             return tuple(drawn[row].candidates for row in rows)
+        if ids := self._likeliest.get(session.arrival):
+            return tuple(ids[row] for row in rows)
         return tuple(likeliest(logits[list(rows), : self._sampler.vocab_size], width))
 
 

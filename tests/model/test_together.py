@@ -54,16 +54,25 @@ def runner(loaded: LoadedModel) -> ModelRunner:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """How often a call took so many slabs, of which so many had a part in the step."""
     counted: Counter[tuple[int, int]] = Counter()
-    plan = tiles.plan_together
+    plan = tiles.plan_rounds
 
     def counting(segments: Any, *rest: Any) -> Any:
         found = plan(segments, *rest)
-        for call in found[0]:
-            counted[call.num_slabs, len(call.tiles)] += 1
+        for call in (call for each in found for call in each.calls):
+            counted[call.num_slabs, len(call.members)] += 1
         return found
 
-    monkeypatch.setattr(tiles, "plan_together", counting)
+    monkeypatch.setattr(tiles, "plan_rounds", counting)
     return counted
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """The nodes from the root to `node`; none for -1."""
+    path = []
+    while node != -1:
+        path.insert(0, node)
+        node = parents[node]
+    return path
 
 
 class Twins:
@@ -109,15 +118,17 @@ def test_any_mix_of_requests_changes_no_bit(runner: ModelRunner, calls: Counter[
         twins.open(random_ids(draw.choice((1, 3, 200, 240, 250, 255, 256, 500, 505)), seed=index))
     for round_index in range(25):
         part = draw.sample(twins.live, draw.randrange(2, len(twins.live) + 1))
-        same = draw.choice((0, 0, 1, 5))
+        same, trees = draw.choice((0, 0, 1, 5)), draw.choice((0, 0.1, 0.5, 1))
         work: list[Any] = []
         kept: list[Any] = []
         for pair in part:
             room = 690 - pair[0].length
             count = min(room, same or draw.choice((1, 2, 3, 4, 7, 9, 16, 17, 40)))
-            parents = [-1, 0, 0, *range(1, count - 2)] if draw.random() < 0.1 and count >= 3 else None
+            parents = None
+            if draw.random() < trees and count >= 3:
+                parents = [-1, *(draw.choice((node - 1, draw.randrange(-1, node))) for node in range(1, count))]
             work.append((pair, random_ids(count, seed=draw.randrange(1000)), parents))
-            kept.append(draw.choice(([0, 1], [0, 2])) if parents else draw.randrange(count + 1))
+            kept.append(draw.randrange(count + 1) if parents is None else path_to(draw.randrange(-1, count), parents))
         twins.step(work, kept)
         for pair in list(twins.live):
             fate = draw.random()
@@ -218,7 +229,7 @@ def test_products_that_depend_on_their_number_are_noticed(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_calls_are_of_kinds_that_were_checked(runner: ModelRunner, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_of_kinds_that_were_checked(runner: ModelRunner, seed: int) -> None:
     """However the slabs of a step lie: sizes and rows are on the lists, calls stay in the chunk, each tile once."""
     draw = random.Random(seed)
     most = draw.choice((1, 4, 40))
@@ -228,21 +239,29 @@ def test_calls_are_of_kinds_that_were_checked(runner: ModelRunner, seed: int, mo
     part = draw.sample(caches, draw.randrange(2, len(caches) + 1))
     inputs = []
     for cache in part:
-        inputs.append(SequenceInput(cache, random_ids(draw.randrange(1, most + 1)), None, ()))
+        count = draw.randrange(1, most + 1)
+        parents = [-1, *(draw.randrange(-1, node) for node in range(1, count))] if draw.random() < 0.5 else None
+        inputs.append(SequenceInput(cache, random_ids(count), parents, ()))
         # As if it held all but the last few of its slots.
         cache.length = cache.data.shape[2] - most - 1 if cache.data.shape[2] < 700 else 640
     segments, token_ids, _, _ = runner._plan(inputs)
+    trees = {id(segment) for segment in segments if not segment.is_chain}
     decoder = runner.loaded.decoder
     assert decoder is not None
-    found, alone = together.plan_together(segments, len(token_ids), decoder.heads, runner.rules)
-    tiles_seen = [id(tile) for _, tile in alone]
-    for call in found:
-        assert call.num_slabs in together.SIZES
-        assert call.num_rows in together.ROWS
-        assert call.first >= 0
-        assert call.first + call.num_slabs <= call.chunk.num_slabs
-        assert len(call.tiles) > 1
-        tiles_seen += [id(tile) for tile in call.tiles]
+    tiles_seen = []
+    for each in together.plan_rounds(segments, len(token_ids), decoder.heads, runner.rules):
+        tiles_seen += [id(tile) for _, tile in each.alone]
+        seen = [id(segment) for segment, _ in each.alone]
+        for call in each.calls:
+            assert call.num_slabs in together.SIZES
+            assert call.num_rows in together.ROWS
+            assert call.first >= 0
+            assert call.first + call.num_slabs <= call.chunk.num_slabs
+            assert len(call.members) > 1
+            tiles_seen += [id(member.tile) for member in call.members]
+            seen += [id(member.segment) for member in call.members]
+        # Two tiles of one tree would take the same slots.
+        assert all(count == 1 for segment, count in Counter(seen).items() if segment in trees)
     assert sorted(tiles_seen) == sorted(id(tile) for segment in segments for tile in segment.tiles)
     for cache in caches:
         cache.free()

@@ -6,8 +6,10 @@ A request is {"variant", "prompts": [[id]], "texts": [str], "max_tokens", "stop_
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -47,6 +49,10 @@ def _say(message: dict[str, Any]) -> None:
     _out.write(json.dumps(message) + "\n")
     _out.flush()
 
+
+if sys.platform == "linux":
+    # PR_SET_PDEATHSIG. A peer that is stopped when its parent dies would stay for ever: only SIGKILL ends it.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 # Libraries print on stdout as they like; what they print goes to stderr, so that only answers are read as answers.
 _out = os.fdopen(os.dup(1), "w")

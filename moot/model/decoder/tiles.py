@@ -4,61 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from moot.model.arena import Chunk
+from moot.model.arena import Chunk, Slab
 from moot.model.attention import Segment, Step, Tile
 from moot.model.decoder.layers import HeadShape
-from moot.model.decoder.together import in_slabs, plan_together
+from moot.model.decoder.stores import ChainStore, SlabStore, TreeStore
+from moot.model.decoder.together import ROWS, Round, plan_rounds
 from moot.model.determinism import RowRules
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
-
-
-class _Stored:
-    """A segment's keys and values, [2, tokens, kv_heads, dim]: where they are, and where they go in each layer."""
-
-    __slots__ = ("_found", "_targets")
-
-    def __init__(self, segment: Segment, fresh: Tensor) -> None:
-        cache, pending = segment.cache, segment.cache.pending
-        self._found = fresh[:, segment.start : segment.start + segment.count]
-        if pending is not None and pending.tree_kv is not None:
-            self._targets = pending.tree_kv.unbind(0)
-        else:
-            self._targets = cache.data[:, :, cache.length : cache.length + segment.count].unbind(0)
-
-    def store(self, layer: int) -> None:
-        self._targets[layer].copy_(self._found)
-
-
-class _StoredTogether:
-    """The same for several chains in one chunk: token by token, one copy for all."""
-
-    __slots__ = ("_fresh", "_picked", "_slots", "_target")
-
-    def __init__(self, chunk: Chunk, segments: Sequence[Segment], fresh: Tensor) -> None:
-        _, step_rows, kv_heads, dim = fresh.shape
-        _, two, slabs, _, slots, _ = chunk.data.shape
-        rows: list[int] = []
-        places: list[int] = []
-        for segment in segments:
-            assert segment.cache.slab is not None
-            first = segment.cache.slab.index * kv_heads * slots + segment.cache.length
-            rows += range(segment.start, segment.start + segment.count)
-            places += range(first, first + segment.count)
-        each, both = torch.arange(kv_heads), torch.arange(two)[:, None, None]
-        target = both * (slabs * kv_heads * slots) + torch.tensor(places)[:, None] + each * slots
-        picked = both * (step_rows * kv_heads) + torch.tensor(rows)[:, None] * kv_heads + each
-        self._target = target.flatten()
-        self._picked = picked.flatten() if len(rows) < step_rows else None
-        self._slots = chunk.data.view(len(chunk.data), -1, dim).unbind(0)
-        self._fresh = fresh.view(-1, dim)
-
-    def store(self, layer: int) -> None:
-        fresh = self._fresh if self._picked is None else self._fresh.index_select(0, self._picked)
-        self._slots[layer].index_copy_(0, self._target, fresh)
 
 
 class _Attended:
@@ -128,14 +83,10 @@ class StepTiles:
         self._fresh_keys, self._fresh_values = self._fresh.unbind(0)
         self._heads_of_queries = self._queries.view(heads.kv_heads * rows, -1)
         self._heads_of_mixed = self._mixed.view(rows * heads.kv_heads, -1)
-        together, alone = plan_together(step.segments, rows, heads, rules)
-        self._together = together
-        self._tiles = [_Attended(*each, self._queries, self._mixed, heads, rules.product_slots) for each in alone]
-        shared = [(chunk, found) for chunk, found in in_slabs(step.segments).items() if len(found) > 1]
-        in_shared = {id(segment) for _, found in shared for segment in found}
-        self._stored: list[_Stored | _StoredTogether] = [
-            *(_StoredTogether(chunk, found, self._fresh) for chunk, found in shared),
-            *(_Stored(segment, self._fresh) for segment in step.segments if id(segment) not in in_shared),
+        self._stores = _stores(step.segments, len(data), self._fresh)
+        self._rounds = [
+            _Round(each, self._fresh, self._queries, self._mixed, heads, rules.product_slots)
+            for each in plan_rounds(step.segments, rows, heads, rules)
         ]
 
     def store(self, layer: int, turned: Tensor, values: Tensor) -> None:
@@ -145,15 +96,45 @@ class StepTiles:
         self._queries.copy_(queries.transpose(0, 1))
         self._fresh_keys.copy_(turned[:, heads.query_heads :])
         self._fresh_values.copy_(values)
-        for stored in self._stored:
-            stored.store(layer)
+        for each in self._stores:
+            each.store(layer)
 
     def attend(self, layer: int, window: int | None, function: Attend) -> Tensor:
         """[rows, heads * dim]."""
-        for call in self._together:
-            call.attend(layer, window, self._heads_of_queries, self._heads_of_mixed)
-            self._progress()
-        for tile in self._tiles:
-            tile.attend(layer, window, self._heads.group, function)
-            self._progress()
+        for each in self._rounds:
+            for path in each.paths:
+                path.store(layer)
+            for call in each.calls:
+                call.attend(layer, window, self._heads_of_queries, self._heads_of_mixed)
+                self._progress()
+            for tile in each.tiles:
+                tile.attend(layer, window, self._heads.group, function)
+                self._progress()
         return self._flat
+
+
+class _Round:
+    """A round with where its paths go and what its single tiles attend to."""
+
+    __slots__ = ("calls", "paths", "tiles")
+
+    def __init__(
+        self, planned: Round, fresh: Tensor, queries: Tensor, mixed: Tensor, heads: HeadShape, limit: int
+    ) -> None:
+        self.paths = [SlabStore(chunk, parts, fresh) for chunk, parts in planned.paths.items()]
+        self.calls = planned.calls
+        self.tiles = [_Attended(*each, queries, mixed, heads, limit) for each in planned.alone]
+
+
+def _stores(segments: Sequence[Segment], num_layers: int, fresh: Tensor) -> list[ChainStore | SlabStore | TreeStore]:
+    trees = [segment for segment in segments if not segment.is_chain]
+    chunks: dict[Chunk, list[tuple[Slab, int, Sequence[int]]]] = {}
+    chains: list[ChainStore | SlabStore | TreeStore] = []
+    for segment in segments:
+        slab, rows = segment.cache.slab, range(segment.start, segment.start + segment.count)
+        if segment.is_chain and slab is not None and segment.count <= ROWS[-1]:
+            chunks.setdefault(slab.chunk, []).append((slab, segment.cache.length, rows))
+        elif segment.is_chain:
+            chains.append(ChainStore(segment, fresh))
+    together = [SlabStore(chunk, parts, fresh) for chunk, parts in chunks.items()]
+    return [*chains, *together, *([TreeStore(trees, num_layers, fresh)] if trees else [])]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moot.model.candidates import likeliest
+from moot.model.logits import joined
 
 
 @pytest.mark.parametrize(("size", "width"), [(1, 1), (7, 8), (64, 1), (259, 2), (640, 8), (49_152, 8), (50_257, 20)])
@@ -23,3 +24,15 @@ def test_a_row_with_few_finite_logits_gives_ids_of_the_vocabulary() -> None:
     for row in likeliest(logits, 8):
         assert set(row[:3]) == {5, 6, 7}
         assert all(0 <= token_id < 1000 for token_id in row)
+
+
+def test_rows_are_joined_without_a_copy_only_where_they_follow_one_another() -> None:
+    """Whatever the parts are, all rows come out in order; neighbours of one tensor are not copied."""
+    logits = torch.randn(9, 5)
+    parts = logits.split([2, 3, 4])
+    whole = joined(parts)
+    assert torch.equal(whole, logits)
+    assert whole.data_ptr() == logits.data_ptr()
+    one, two, three = parts
+    for chosen in ([one, three], [two, one], [one, two.clone()], [one, logits.t().contiguous().t()[2:5]], [three]):
+        assert torch.equal(joined(chosen), torch.cat(chosen))

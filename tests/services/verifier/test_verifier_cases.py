@@ -544,6 +544,31 @@ def test_top_candidates_are_the_likeliest_ids_per_committed_token(make_engine: M
     assert all(len(set(row)) == 4 for row in rows)
 
 
+def test_hints_of_a_request_are_its_own_whoever_shares_the_step(make_engine: MakeEngine) -> None:
+    """Requests that want different numbers of hints, or none, or draw with noise, get what each gets alone."""
+    engine = make_engine()
+    noisy = SamplingParams(temperature=0.9, seed=3)
+    asked = [(5, GREEDY, 4), (6, noisy, 2), (7, GREEDY, 0), (8, noisy, 7)]
+
+    def hints(numbers: Sequence[int]) -> dict[int, tuple[tuple[int, ...], ...]]:
+        answers: list[Answer] = []
+        stream = engine.connect(answers.extend)
+        for number in numbers:
+            first, params, width = asked[number]
+            engine.submit(stream, [Open(number + 1, f"r{number}", (first,), params, num_top_candidates=width)])
+        while engine.step():
+            pass
+        engine.disconnect(stream)
+        engine.step()
+        opened = [answer for answer in answers if isinstance(answer, Opened)]
+        assert len(opened) == len(numbers)
+        return {answer.session_id - 1: answer.verification.top_candidates for answer in opened}
+
+    alone = {number: rows for one_of in range(len(asked)) for number, rows in hints([one_of]).items()}
+    assert [len(rows[0]) if rows else 0 for _, rows in sorted(alone.items())] == [4, 2, 0, 7]
+    assert hints(range(len(asked))) == alone
+
+
 def test_accepted_siblings_are_walked_through(make_engine: MakeEngine) -> None:
     """A tree whose true path is never the first child: all accepted, one forward pass."""
     engine = make_engine()

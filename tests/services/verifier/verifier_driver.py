@@ -262,9 +262,9 @@ class Suite:
         return wrong, results
 
 
-def make_suite(engine: Engine, seeds: Iterable[int]) -> Suite:
+def make_suite(engine: Engine, seeds: Iterable[int], draw: Callable[[int], Case] = draw_case) -> Suite:
     """Draw the cases and decode each plainly, alone or beside others as the engine likes."""
-    cases = [draw_case(seed) for seed in seeds]
+    cases = [draw(seed) for seed in seeds]
     free = [replace(case.params, ignore_eos=True, min_tokens=0, stop_token_ids=frozenset()) for case in cases]
     probes = run(engine, [play(case.prompt, params) for case, params in zip(cases, free, strict=True)])
     (end_token_id,) = engine.info.end_token_ids
