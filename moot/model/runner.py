@@ -16,6 +16,7 @@ from moot.model.determinism import NATURAL, NATURAL_DECODER, RowRules, numerics_
 from moot.model.inputs import SequenceInput, check_inputs
 from moot.model.kv import KvPool, SequenceCache
 from moot.model.load import LoadedModel
+from moot.model.states import States
 
 
 def no_progress() -> None:
@@ -38,6 +39,7 @@ class ModelRunner:
         arena = None if loaded.decoder is None else Arena(loaded.kv_shape)
         self.pool = KvPool(loaded.kv_shape, kv_capacity_tokens, arena)
         self.deterministic = deterministic
+        self._states = States(loaded)
         natural = NATURAL if loaded.decoder is None else NATURAL_DECODER
         self.rules: RowRules = selfcheck.find_rules(loaded) if deterministic else natural
         way = "modules" if loaded.decoder is None else "decoder, packed weights"
@@ -56,6 +58,7 @@ class ModelRunner:
         and tile. Raises NoCapacity (some caches may have grown, none has changed its content), ValueError for
         malformed inputs and ContextLengthExceeded past the model's limit.
         """
+        self._states.begin([len(item.logit_rows) for item in inputs])
         segments, token_ids, positions, logit_rows = self._plan(inputs)
         if not token_ids:
             return [self._no_logits() for _ in inputs]
@@ -73,7 +76,19 @@ class ModelRunner:
                     torch.tensor(logit_rows, device=self.device),
                     {STEP_ARGUMENT: step},
                 )
+        self._states.keep(logit_rows)
         return list(logits.split([len(item.logit_rows) for item in inputs]))
+
+    def keep_states(self) -> None:
+        """From now on passes leave the hidden states of their logit rows: see `states`. No logit changes."""
+        self._states.start()
+
+    def states(self) -> list[Tensor]:
+        """Per input of the last pass that did not raise [len(logit_rows), width], as the output layer was given them.
+
+        Valid until the next pass. Raises RuntimeError unless `keep_states` was called before that pass.
+        """
+        return self._states.split()
 
     def _plan(self, inputs: Sequence[SequenceInput]) -> tuple[list[Segment], list[int], list[int], list[int]]:
         segments: list[Segment] = []

@@ -38,7 +38,9 @@ class Decoder:
         self.head = head
         self.rotary = rotary
         self.heads = heads
-        self._embedding = embedding
+        self.embedding = embedding
+        self.states = embedding.new_empty(0, embedding.shape[1])
+        """What the output layer was given for the logit rows of the last pass, [rows, width]."""
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +66,7 @@ class Decoder:
         Leaves the tokens' keys and values pending in their caches.
         """
         heads, rows = self.heads, len(token_ids)
-        embedded = functional.embedding(torch.tensor(token_ids), self._embedding)
+        embedded = functional.embedding(torch.tensor(token_ids), self.embedding)
         width = embedded.shape[1]
         both = torch.cat((embedded, embedded.neg()), dim=1)
         hidden, negated = both[:, :width], both[:, width:]
@@ -87,11 +89,14 @@ class Decoder:
     def _logits(self, both: Tensor, logit_rows: Sequence[int], rules: RowRules) -> Tensor:
         count = len(logit_rows)
         if not count:
+            self.states = self.states[:0]
             return torch.empty(0, self.head.outputs)
         padded = [*logit_rows, *[logit_rows[-1]] * (rules.step_rows(count) - count)]
         if padded != list(range(both.shape[0])):
             both = both[torch.tensor(padded)]
-        return _in_tiles(self.head, self.last_norm(both), rules)[:count].float()
+        states = self.last_norm(both)
+        self.states = states[:count]
+        return _in_tiles(self.head, states, rules)[:count].float()
 
 
 def _in_tiles(product: Product, x: Tensor, rules: RowRules) -> Tensor:

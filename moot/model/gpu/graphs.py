@@ -21,7 +21,7 @@ WARM_UP_PASSES = 2
 class _Recorded:
     graph: torch.cuda.CUDAGraph
     argument: Tensor
-    result: Tensor
+    results: tuple[Tensor, ...]
 
 
 class Graphs:
@@ -38,7 +38,7 @@ class Graphs:
     def has_room_for(self, key: Hashable) -> bool:
         return key in self._recorded or len(self._recorded) < MOST_GRAPHS
 
-    def run(self, key: Hashable, compute: Callable[[Tensor], Tensor], host: Tensor) -> Tensor:
+    def run(self, key: Hashable, compute: Callable[[Tensor], tuple[Tensor, ...]], host: Tensor) -> tuple[Tensor, ...]:
         """compute(host's values, on the device); `host` is pinned. Records `compute` where `key` is new: it must do the
         same to its argument each time, and may be run several times over."""
         recorded = self._recorded.get(key)
@@ -47,9 +47,9 @@ class Graphs:
         else:
             recorded.argument.copy_(host, non_blocking=True)
         recorded.graph.replay()
-        return recorded.result.clone()
+        return tuple(result.clone() for result in recorded.results)
 
-    def _record(self, compute: Callable[[Tensor], Tensor], host: Tensor) -> _Recorded:
+    def _record(self, compute: Callable[[Tensor], tuple[Tensor, ...]], host: Tensor) -> _Recorded:
         argument = host.to(self._device)
         aside, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         aside.wait_stream(current)
@@ -60,5 +60,5 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may use the device meanwhile: only this one's calls are held to the rules.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = compute(argument)
-        return _Recorded(graph, argument, result)
+            results = compute(argument)
+        return _Recorded(graph, argument, results)

@@ -95,8 +95,9 @@ class LeanModel:
     def layers(self) -> Sequence[Layer]:
         return self._layers
 
-    def forward(self, plan: DevicePlan, kv: Sequence[Tensor]) -> Tensor:
-        """Logits [plan.sizes.logit_rows, vocab], float32 (float64 of float64); writes keys and values into `kv`."""
+    def forward(self, plan: DevicePlan, kv: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits [plan.sizes.logit_rows, vocab], float32 (float64 of float64), and what the output layer was given for
+        them, [plan.sizes.logit_rows, width]; writes keys and values into `kv`."""
         hidden = functional.embedding(plan.token_ids, self._embeddings)
         angles = plan.positions[:, None].to(torch.float32) * self._frequencies  # [rows, dim / 2]
         cosines = (torch.cat((angles.cos(),) * 2, -1) * self._rotation_scale).to(hidden.dtype)[:, None]
@@ -108,10 +109,10 @@ class LeanModel:
             hidden = hidden + self._linear(functional.silu(gate) * up, layer.down, layer.down_bias)
         if not plan.sizes.logit_rows:
             empty = hidden.new_empty(0, self._head.shape[0])
-            return empty if empty.dtype is torch.float64 else empty.float()
+            return empty if empty.dtype is torch.float64 else empty.float(), hidden[:0]
         wanted = self._final_norm(hidden.index_select(0, plan.logit_rows))
         logits = self._linear(wanted, self._head, self._head_bias)
-        return logits if logits.dtype is torch.float64 else logits.float()
+        return logits if logits.dtype is torch.float64 else logits.float(), wanted
 
     def _attend(self, layer: Layer, x: Tensor, cosines: Tensor, sines: Tensor, plan: DevicePlan, kv: Tensor) -> Tensor:
         rows, heads, kv_heads = x.shape[0], self._heads, self._kv_heads

@@ -25,6 +25,7 @@ from moot.model.gpu.pool import PagedCache, PagedPool, upload
 from moot.model.inputs import SequenceInput, check_inputs
 from moot.model.load import LoadedModel
 from moot.model.runner import ModelRunner, no_progress
+from moot.model.states import States
 
 TILE_ROWS = 64
 """Rows of each product in deterministic mode. Weights are streamed once for all of them: fewer cost the same."""
@@ -72,6 +73,7 @@ class GpuRunner(ModelRunner):
         # Off until the proof below has passed: its few tokens are not worth a graph.
         self._rounds_sizes = False
         self.graphs: Graphs | None = None
+        self._states = States(loaded)
         _prove_equal(self)
         self._rounds_sizes = shape.device.type == "cuda" if use_graphs is None else use_graphs
         if self._rounds_sizes and shape.device.type == "cuda":
@@ -100,15 +102,21 @@ class GpuRunner(ModelRunner):
     def forward(self, inputs: Sequence[SequenceInput], progress: Callable[[], None] = no_progress) -> list[Tensor]:
         """As `ModelRunner.forward`; returns before the device has finished. `progress` is called at both ends."""
         progress()
-        planner, moves = self._plan_inputs(inputs)
         counts = [len(item.logit_rows) for item in inputs]
+        self._states.begin(counts)
+        planner, moves = self._plan_inputs(inputs)
         if moves:
             self.pool.move(*zip(*moves, strict=True))
         if not planner.host.token_ids:
             return [self._no_logits() for _ in inputs]
-        logits = self._run(planner)
+        logits, *states = self._run(planner)
+        if states:
+            self._states.keep(range(sum(counts)), states[0])
         progress()
         return list(logits[: sum(counts)].split(counts))
+
+    def keep_states(self) -> None:
+        self._states.start(by_modules=False)
 
     def _plan_inputs(self, inputs: Sequence[SequenceInput]) -> tuple[Planner, list[tuple[int, int]]]:
         checked = check_inputs(inputs, PagedCache, self.loaded.num_embeddings, self.info.context_limit)
@@ -123,16 +131,19 @@ class GpuRunner(ModelRunner):
                 moves += item.cache.take_moves()
         return planner, moves
 
-    def _run(self, planner: Planner) -> Tensor:
+    def _run(self, planner: Planner) -> tuple[Tensor, ...]:
         rounds = self._rounds_sizes and len(planner.host.token_ids) <= MOST_GRAPH_ROWS
         sizes, packed = planner.finish(exact=not rounds)
-        if rounds and self.graphs is not None and self.graphs.has_room_for(sizes):
+        if rounds and self.graphs is not None and self.graphs.has_room_for((sizes, self._states.keeps)):
             host = torch.from_numpy(packed).pin_memory()
-            return self.graphs.run(sizes, lambda uploaded: self._compute(sizes, uploaded), host)
+            key = (sizes, self._states.keeps)
+            return self.graphs.run(key, lambda uploaded: self._compute(sizes, uploaded), host)
         return self._compute(sizes, upload(packed, self.device))
 
-    def _compute(self, sizes: Sizes, uploaded: Tensor) -> Tensor:
-        return self.lean.forward(unpack(sizes, uploaded), self.pool.layers)
+    def _compute(self, sizes: Sizes, uploaded: Tensor) -> tuple[Tensor, ...]:
+        """Logits, and their rows' hidden states where they are kept: a graph copies what it returns."""
+        logits, states = self.lean.forward(unpack(sizes, uploaded), self.pool.layers)
+        return (logits, states) if self._states.keeps else (logits,)
 
 
 @torch.inference_mode()
