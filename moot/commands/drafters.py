@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from moot.client import Client, RequestFailed
 from moot.commands.common import table
 from moot.config import load_config, option
-from moot.proposers.registry import MODEL_FREE_KINDS, known_kinds
+from moot.proposers.registry import MODEL_FREE_KINDS, REQUEST_KINDS, known_kinds
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 COLUMNS = {
@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
         description="List the drafter kinds, and the drafters of a running server with their counts since its start.",
         example="moot drafters --url http://127.0.0.1:8000",
     )
-    kinds = [[kind, "no" if kind in MODEL_FREE_KINDS else "yes"] for kind in known_kinds()]
+    kinds = [[kind, "no" if kind in (*MODEL_FREE_KINDS, *REQUEST_KINDS) else "yes"] for kind in known_kinds()]
     print(table(["kind", "needs a model"], kinds))
     try:
         exposition = Client(config.url or DEFAULT_URL, config.api_key).get("/metrics").decode()

@@ -9,9 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from moot.core.types import ModelInfo, SamplingParams
+
+if TYPE_CHECKING:
+    from moot.proposers.siblings import Siblings
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,23 @@ class Ask(Generic[SessionT]):
     """Nobody waits for it: it takes no room that another session holds, and gets nothing where there is none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What a request brings beside its prefix. Only drafters inside the router's process are told of it."""
+
+    prompt_length: int = 0
+    """The prefix's ids after so many are output."""
+    prediction_token_ids: tuple[int, ...] = ()
+    """The likely answer, as the client sent it."""
+    siblings: Siblings | None = None
+    """What all choices of one prompt share; None where there is but one."""
+    choice_index: int = 0
+    """Which of them this one is."""
+
+
+NO_MATERIAL = Material()
+
+
 class Proposer(ABC, Generic[SessionT]):
     """One drafter kind with its model or tables. Not thread-safe: the drafter's engine calls it from one thread."""
 
@@ -46,6 +66,8 @@ class Proposer(ABC, Generic[SessionT]):
     """Prefix length past which it abstains."""
     model_info: ModelInfo | None = None
     """Of kinds with a model: what it is."""
+    tokenizer_fingerprint: str = ""
+    """Of the tokenizer whose ids its model or tables hold; empty: any, or not known."""
     device: str = "cpu"
     """Where it computes, in torch's words."""
     is_stepwise: ClassVar[bool] = False
@@ -57,6 +79,14 @@ class Proposer(ABC, Generic[SessionT]):
     @abstractmethod
     def open(self, prefix: Sequence[int], params: SamplingParams) -> SessionT:
         """Start a session whose prefix is `prefix`. `params.seed` is the seed of the target's noise."""
+
+    def open_request(self, prefix: Sequence[int], params: SamplingParams, material: Material) -> SessionT:
+        """`open`, for the kinds that live from what a request brings."""
+        return self.open(prefix, params)
+
+    def serves(self, material: Material) -> bool:
+        """Whether it has a vote in a request that brings this."""
+        return True
 
     @abstractmethod
     def extend(self, session: SessionT, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()) -> None:

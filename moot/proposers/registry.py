@@ -18,7 +18,9 @@ from moot.proposers.spec import Kind
 ENTRY_POINT_GROUP = "moot.proposers"
 MODEL_FREE_KINDS = ("ngram", "prompt_lookup", "recycling", "suffix")
 """Built-in kinds that need no torch: the router can run them in its own process."""
-BUILT_IN_KINDS = (*MODEL_FREE_KINDS, "neural")
+REQUEST_KINDS = ("prediction", "sibling")
+"""Built-in kinds that live from what a request brings: in the router's process only."""
+BUILT_IN_KINDS = (*MODEL_FREE_KINDS, *REQUEST_KINDS, "neural")
 
 
 def known_kinds() -> tuple[str, ...]:
@@ -45,6 +47,14 @@ def load_kind(kind: str) -> Kind[Any]:
             from moot.proposers.suffix import SuffixOptions, SuffixProposer
 
             return Kind("suffix", SuffixOptions, SuffixProposer)
+        case "prediction":
+            from moot.proposers.prediction import PredictionOptions, PredictionProposer
+
+            return Kind("prediction", PredictionOptions, PredictionProposer)
+        case "sibling":
+            from moot.proposers.sibling import SiblingOptions, SiblingProposer
+
+            return Kind("sibling", SiblingOptions, SiblingProposer)
         case "neural":
             from moot.proposers.neural import NeuralOptions, NeuralProposer
 
@@ -58,13 +68,19 @@ def load_kind(kind: str) -> Kind[Any]:
     raise ConfigError(f"unknown drafter kind {kind} (known: {', '.join(known_kinds())})")
 
 
-def create(kind: str, options: Mapping[str, object]) -> Proposer[Any]:
+def create(kind: str, options: Mapping[str, object], fingerprint: str = "") -> Proposer[Any]:
     """A proposer of `kind`. Values of `options` may be typed or text; `vocab_size` is an option of every kind.
 
-    Raises ConfigError naming what is wrong: the kind, an unknown, missing or bad option, a file that cannot be read.
+    `fingerprint`: of the tokenizer whose ids it will be told; empty: not known. Raises ConfigError naming what is
+    wrong: the kind, an unknown, missing or bad option, a file that cannot be read, or one of another tokenizer's ids.
     """
     spec = load_kind(kind)
-    return spec.build(parse_options(spec.options, kind, options))
+    proposer = spec.build(parse_options(spec.options, kind, options))
+    if fingerprint and proposer.tokenizer_fingerprint not in ("", fingerprint):
+        raise ConfigError(
+            f"what drafter kind {kind} was given has tokenizer {proposer.tokenizer_fingerprint}, served is {fingerprint}"
+        )
+    return proposer
 
 
 def _installed() -> tuple[EntryPoint, ...]:

@@ -12,6 +12,7 @@ from moot.core.shapes import SHAPES
 from moot.core.speculation import LENGTHS
 from moot.core.voting import POLICIES
 from moot.core.weights import WEIGHTS
+from moot.proposers.registry import REQUEST_KINDS
 from moot.rpc.link import LinkConfig, LinkOptions
 from services.router.electorate import BallotPolicy
 from services.router.links import LinkPolicy
@@ -54,6 +55,10 @@ class RouterConfig(LinkOptions):
     drafters: tuple[str, ...] = option((), help="id=host:port|host:port for each drafter and its replicas, or dns:///")
     in_process_drafters: tuple[str, ...] = option(
         (), help="drafters in this process: [id=]kind[:option=value]..., for instance suffix,prompt_lookup"
+    )
+    request_drafters: tuple[str, ...] = option(
+        REQUEST_KINDS,
+        help="those of prediction and sibling that vote where a request brings what they need: kind[:option=value]...",
     )
     discovery_interval_s: float = option(5.0, help="seconds between look-ups of DNS names")
     discovery_timeout_s: float = option(3.0, help="seconds that one look-up may take; after it the last list stays")

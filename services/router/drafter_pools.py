@@ -113,6 +113,9 @@ class DrafterPool:
     def is_available(self) -> bool:
         return any(link.is_ready for link in self.links.values())
 
+    def serves(self, prefix: Prefix) -> bool:
+        return True
+
     def drafter(self, prefix: Prefix) -> PooledDrafter:
         return PooledDrafter(self, prefix)
 

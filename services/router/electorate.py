@@ -57,8 +57,7 @@ class Electorate:
                     f"no drafter {', '.join(unknown)}; there is {known_ids(self.sources.values())}", "drafters"
                 )
             chosen = [self.sources[name] for name in dict.fromkeys(names)]
-        if num_speculative_tokens == 0:
-            chosen = []
+        chosen = [source for source in chosen if num_speculative_tokens != 0 and source.serves(prefix)]
         policy = self.policy.open([source.drafter_id for source in chosen], num_speculative_tokens)
         return Voters(self, prefix, chosen, names, policy, num_speculative_tokens is None)
 

@@ -26,7 +26,7 @@ from services.router.text import IncrementalText
 from services.router.types import GenerationChunk, GenerationMetrics, GenerationRequest
 from services.router.validation import CommonBody, parse_chat, parse_completion, plan_requests
 
-_NAMED_OTHERWISE = frozenset({"chat", "prompt", "prompt_token_ids", "logit_bias", "seed"})
+_NAMED_OTHERWISE = frozenset({"chat", "prompt", "prompt_token_ids", "logit_bias", "seed", "prediction"})
 
 _NAMES: dict[str, dict[str, str]] = {
     "chat": {"messages": "chat.messages", "top_logprobs": "logprobs"},
@@ -110,7 +110,10 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             else:
                 prompts = (tuple(ids_given),)
         param = names["messages"] if kind == "chat" else kind
-        return plan_requests(common, prompts, info, base_id, caller, "", param), common
+        prediction = await front.tokenizer.encode_prediction(
+            common.prediction, context_limit=info.context_limit, param="prediction"
+        )
+        return plan_requests(common, prompts, info, base_id, caller, "", param, prediction), common
 
     def _choices(self, requests: tuple[GenerationRequest, ...], common: CommonBody, info: ModelInfo) -> list[Choice]:
         stops = StopStrings(common.stops)
@@ -134,6 +137,8 @@ def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
     }
     if request.logit_bias:
         values["logit_bias"] = {str(token): bias for token, bias in request.logit_bias.items()}
+    if request.HasField("prediction"):
+        values["prediction"] = {"type": "content", "content": request.prediction}
     if request.HasField("seed"):
         # The API's seeds are signed; equal modulo 2**64 is the same seed.
         values["seed"] = request.seed - (1 << 64) if request.seed >> 63 else request.seed

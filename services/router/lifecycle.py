@@ -14,7 +14,7 @@ from moot.core.policy import make_policy
 from moot.core.types import ModelInfo
 from moot.metrics import AdminServer, Metrics
 from moot.proposers.entries import parse_entries
-from moot.proposers.registry import create
+from moot.proposers.registry import REQUEST_KINDS, create
 from moot.rpc.server import GrpcServer, termination_event, write_ready_file
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from moot.v1 import router_service_pb2_grpc
@@ -74,7 +74,11 @@ class Peers:
         self.local = [
             LocalPool(
                 spec.drafter_id,
-                create(spec.kind, {"vocab_size": vocabulary_size(tokenizer), **spec.options}),
+                create(
+                    spec.kind,
+                    {"vocab_size": vocabulary_size(tokenizer), **spec.options},
+                    tokenizer_fingerprint(tokenizer),
+                ),
                 config.strike_policy,
                 metrics,
             )
@@ -82,10 +86,24 @@ class Peers:
         ]
         if twice := sorted(set(self.pools).intersection(pool.drafter_id for pool in self.local)):
             raise ConfigError(f"--drafters and --in-process-drafters both name {', '.join(twice)}: give one another id")
-        for pool in self.local:
+        of_requests = self._request_drafters(vocabulary_size(tokenizer))
+        for pool in (*self.local, *of_requests):
             policy.admit(pool.drafter_id, pool.proposer.family)
         self.electorate.sources.update(self.pools)
-        self.electorate.sources.update({pool.drafter_id: pool for pool in self.local})
+        self.electorate.sources.update({pool.drafter_id: pool for pool in (*self.local, *of_requests)})
+
+    def _request_drafters(self, vocab_size: int) -> list[LocalPool]:
+        """Those that vote only where a request brings what they live from. Their ids are their kinds."""
+        pools: list[LocalPool] = []
+        taken = {*self.pools, *(pool.drafter_id for pool in self.local)}
+        for spec in parse_entries(self._config.request_drafters, "--request-drafters"):
+            if spec.kind not in REQUEST_KINDS or spec.drafter_id != spec.kind:
+                raise ConfigError(f"--request-drafters: there is {' and '.join(REQUEST_KINDS)}, not {spec.drafter_id}")
+            if spec.drafter_id in taken:
+                raise ConfigError(f"--request-drafters: a drafter named {spec.drafter_id} is there: give it another id")
+            proposer = create(spec.kind, {"vocab_size": vocab_size, **spec.options})
+            pools.append(LocalPool(spec.drafter_id, proposer, self._config.strike_policy, self._metrics))
+        return pools
 
     def start(self) -> None:
         config = self._config

@@ -37,6 +37,9 @@ class LocalPool:
     def is_available(self) -> bool:
         return asyncio.get_running_loop().time() >= self._ejected_until
 
+    def serves(self, prefix: Prefix) -> bool:
+        return self.proposer.serves(prefix.material)
+
     def drafter(self, prefix: Prefix) -> LocalDrafter:
         return LocalDrafter(self, prefix)
 
@@ -109,7 +112,7 @@ class LocalDrafter:
         prefix, proposer = self._prefix, self._pool.proposer
         if self._known_length < 0:
             first = [*prefix.prompt_token_ids, *prefix.output_token_ids][:SLICE_TOKENS]
-            self._session = proposer.open(first, prefix.params)
+            self._session = proposer.open_request(first, prefix.params, prefix.material)
             self._pool.num_sessions += 1
             self._known_length = len(first)
         elif self._known_length < len(prefix.prompt_token_ids):

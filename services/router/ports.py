@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moot.core.types import Draft, Proposal, SamplingParams, Verification
+from moot.proposers.base import NO_MATERIAL, Material
 
 
 @dataclass(slots=True)
@@ -29,6 +30,8 @@ class Prefix:
     cache_salt: str = ""
     heard_at: float = 0.0
     """When the message was read that the request went on from last (the loop's time); 0: none yet."""
+    material: Material = NO_MATERIAL
+    """What the request brings beside, for drafters in this process."""
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -229,6 +232,10 @@ class DrafterSource(Protocol):
 
     @property
     def wants_top_candidates(self) -> bool: ...
+
+    def serves(self, prefix: Prefix) -> bool:
+        """Whether it has a vote in this request."""
+        ...
 
     def drafter(self, prefix: Prefix) -> Drafter: ...
 

@@ -1,4 +1,4 @@
-"""What a request wants continued: the prompts of a completion, the messages of a chat."""
+"""What a request wants continued: the prompts of a completion, the messages of a chat; and what it expects then."""
 
 from __future__ import annotations
 
@@ -51,6 +51,22 @@ def read_messages(fields: Fields, settings: HttpSettings) -> tuple[dict[str, str
     if not isinstance(value, list) or not 0 < len(value) <= settings.max_messages:
         fields.fail("messages", f"must be a list of 1 to {settings.max_messages} messages")
     return tuple(_message(fields, index, message) for index, message in enumerate(value))
+
+
+def read_prediction(fields: Fields) -> str | None:
+    """The text that the caller expects (OpenAI's `prediction`); its parts follow each other as they are."""
+    prediction = fields.nested("prediction")
+    if prediction is None:
+        return None
+    if prediction.take("type") != "content":
+        prediction.fail("type", "must be content")
+    content = prediction.take("content")
+    if isinstance(content, list):
+        content = "".join(_text_part(prediction, number, part) for number, part in enumerate(content))
+    if not is_text(content):
+        prediction.fail("content", "must be a string of valid Unicode or a list of text parts")
+    prediction.finish()
+    return str(content)
 
 
 def _message(fields: Fields, index: int, value: Any) -> dict[str, str]:

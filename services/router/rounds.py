@@ -17,6 +17,7 @@ from moot.core.generation import Generation
 from moot.core.policy import Plan
 from moot.core.types import FinishReason, Verification
 from moot.metrics import Metrics
+from moot.proposers.base import Material
 from services.router.counting import Known, RoundCounters
 from services.router.electorate import Electorate
 from services.router.ports import BallotBox, Prefix, Targets
@@ -171,6 +172,12 @@ class _Course:
             params=request.params,
             output_token_ids=self._generation.output_token_ids,
             cache_salt=request.cache_salt,
+            material=Material(
+                prompt_length=len(request.prompt_token_ids),
+                prediction_token_ids=request.prediction_token_ids,
+                siblings=request.siblings,
+                choice_index=request.choice_index,
+            ),
         )
         self._prefix.note(())
         self._voters = electorate.open(self._prefix, request.drafters, request.num_speculative_tokens)

@@ -39,6 +39,17 @@ class PromptTokenizer:
             self._check_size(len(text.encode("utf-8")), context_limit, param)
         return await self._run(lambda: tuple(self._encode(text, add_special_tokens) for text in texts))
 
+    async def encode_prediction(self, text: str | None, *, context_limit: int, param: str) -> tuple[int, ...]:
+        """Ids of the answer that a request expects; none without one. Bounded like a prompt, and raises as `encode`."""
+        if not text:
+            return ()
+        (ids,) = await self.encode([text], add_special_tokens=False, context_limit=context_limit, param=param)
+        if len(ids) > context_limit:
+            raise ContextLengthExceeded(
+                f"`{param}` has {len(ids)} tokens; this model's context is {context_limit} tokens", param
+            )
+        return ids
+
     async def encode_chat(
         self,
         messages: Sequence[dict[str, str]],
@@ -90,7 +101,7 @@ class PromptTokenizer:
         limit = min(context_limit * self.tokens.longest_token_bytes, self._max_prompt_bytes)
         if num_bytes > limit:
             raise ContextLengthExceeded(
-                f"the prompt has {num_bytes} bytes; with this model's context of {context_limit} tokens "
+                f"`{param}` has {num_bytes} bytes; with this model's context of {context_limit} tokens "
                 f"at most {limit} bytes are accepted",
                 param,
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moot.core.types import FinishReason, SamplingParams, TokenLogprobs
+from moot.proposers.siblings import Siblings
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class GenerationRequest:
     include_stop_str_in_output: bool = False
     epoch: int = 0
     """0: a new request, whose record is written first. Else the epoch under which its record was claimed."""
+    prediction_token_ids: tuple[int, ...] = ()
+    """The likely answer, where the caller sent one."""
+    siblings: Siblings | None = field(default=None, compare=False, repr=False)
+    """Shared by the choices of one prompt, where there are several; `choice_index`: which of them this one is."""
+    choice_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

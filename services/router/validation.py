@@ -16,8 +16,9 @@ from typing import Any
 from moot.core.errors import InvalidRequest, ModelNotFound
 from moot.core.noise import choice_seed
 from moot.core.types import ModelInfo, SamplingParams
+from moot.proposers.siblings import Siblings
 from services.router.fields import Fields, is_text
-from services.router.prompts import read_messages, read_prompts, too_long
+from services.router.prompts import read_messages, read_prediction, read_prompts, too_long
 from services.router.settings import HttpSettings
 from services.router.types import GenerationRequest
 
@@ -25,7 +26,7 @@ _MAX_INT = 2**31 - 1
 _UNSUPPORTED = (
     "audio", "frequency_bias", "function_call", "functions", "grammar", "guided_choice", "guided_decoding_backend",
     "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "length_penalty", "logits_processors",
-    "metadata", "modalities", "parallel_tool_calls", "prediction", "prompt_embeds", "prompt_logprobs",
+    "metadata", "modalities", "parallel_tool_calls", "prompt_embeds", "prompt_logprobs",
     "reasoning_effort", "service_tier", "structured_outputs", "suffix", "tool_choice", "tools",
     "truncate_prompt_tokens", "use_beam_search", "verbosity", "web_search_options",
 )  # fmt: skip
@@ -50,6 +51,8 @@ class CommonBody:
     include_metrics: bool
     return_token_ids: bool
     cache_salt: str
+    prediction: str | None
+    """The likely answer, which may be empty; None: none was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ def parse_completion(
     common = _common(fields, settings, info, drafter_ids, model, max_tokens, num_logprobs)
     if len(prompts) * common.n > settings.max_choices:
         fields.fail("n", f"times the number of prompts must be at most {settings.max_choices}")
+    if len(prompts) > 1 and common.prediction is not None:
+        fields.fail("prediction", "needs a single prompt")
     return CompletionBody(common, prompts, echo, add_special_tokens)
 
 
@@ -136,8 +141,10 @@ def plan_requests(
     caller: str,
     fingerprint: str,
     param: str,
+    prediction: tuple[int, ...] = (),
 ) -> tuple[GenerationRequest, ...]:
-    """One request per choice, numbered prompt-major. `param`: the field the prompts came from, for errors."""
+    """One request per choice, numbered prompt-major. `param`: the field the prompts came from, for errors;
+    `prediction`: ids of the likely answer."""
     salt = hashlib.sha256(f"{caller}\0{common.cache_salt}".encode()).hexdigest()[:32]
     planned: list[GenerationRequest] = []
     for prompt in prompts:
@@ -149,7 +156,8 @@ def plan_requests(
         max_tokens = room if common.max_tokens is None else min(common.max_tokens, room)
         if common.params.min_tokens > max_tokens:
             raise InvalidRequest(f"`min_tokens` is more than the {max_tokens} tokens there can be", "min_tokens")
-        for _ in range(common.n):
+        siblings = Siblings(common.n) if common.n > 1 else None
+        for choice_index in range(common.n):
             index = len(planned)
             planned.append(
                 GenerationRequest(
@@ -164,6 +172,9 @@ def plan_requests(
                     stop_strings=common.stops,
                     skip_special_tokens=common.skip_special_tokens,
                     include_stop_str_in_output=common.include_stop_str_in_output,
+                    prediction_token_ids=prediction,
+                    siblings=siblings,
+                    choice_index=choice_index,
                 )
             )
     return tuple(planned)
@@ -221,6 +232,7 @@ def _common(
         include_metrics=fields.boolean("include_metrics"),
         return_token_ids=fields.boolean("return_token_ids"),
         cache_salt=fields.text("cache_salt", 256) or "",
+        prediction=read_prediction(fields),
     )
     fields.finish()
     return common

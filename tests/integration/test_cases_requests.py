@@ -33,7 +33,8 @@ BAD_VALUES: tuple[tuple[str, Any], ...] = (
     *(("logprobs", value) for value in (-1, 21, True)),
     *(("num_speculative_tokens", value) for value in (-1, 65, "8")),
     *(("drafters", value) for value in (["nobody"], "suffix", ["suffix", "suffix"])),
-    *((name, {}) for name in ("guided_json", "structured_outputs", "tools", "prediction", "best_off")),
+    *((name, {}) for name in ("guided_json", "structured_outputs", "tools", "best_off")),
+    *(("prediction", value) for value in ("a text", 5, [])),
     *(("prompt", value) for value in ([259], [-1], [[]], [], "", [[1], "a"], [["a"]], {}, 7, [10**12])),
     *(("stream_options", value) for value in ({"include_usage": True}, [1])),
 )

@@ -179,7 +179,10 @@ class GenerationEndpoint:
             echoes = [text if completion.echo else "" for text in shown for _ in range(common.n)]
         fingerprint = hashlib.sha256(body).hexdigest()
         param = "messages" if self._chat else "prompt"
-        requests = validation.plan_requests(common, prompts, info, base_id, caller, fingerprint, param)
+        prediction = await front.tokenizer.encode_prediction(
+            common.prediction, context_limit=info.context_limit, param="prediction"
+        )
+        requests = validation.plan_requests(common, prompts, info, base_id, caller, fingerprint, param, prediction)
         return common, requests, echoes
 
     async def _stream(

@@ -12,6 +12,9 @@ from services.router.token_bytes import TokenBytes
 from services.router.types import DrafterMetrics, GenerationChunk
 from services.router.validation import CommonBody
 
+PREDICTION = "prediction"
+"""The drafter that proposes what a request predicts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
@@ -37,7 +40,19 @@ class Envelope:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        } | ({} if self.common.prediction is None else {"completion_tokens_details": self._predicted()})
+
+    def _predicted(self) -> dict[str, int]:
+        """What the prediction was worth, summed over the choices: tokens of the completion that it had proposed, and
+        tokens that it proposed in vain. A rejected one is part of no other count."""
+        counts = [
+            choice.metrics.drafters[PREDICTION]
+            for choice in self.choices
+            if choice.metrics and PREDICTION in choice.metrics.drafters
+        ]
+        accepted = sum(count.num_accepted_tokens for count in counts)
+        proposed = sum(count.num_proposed_tokens for count in counts)
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
 
     def metrics(self) -> dict[str, Any]:
         """`speculative_decoding`: first what vLLM reports of a request, then its server-wide counts of the same and,
