@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,36 +32,44 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("--files or --text is required")
     from moot.proposers.datastore import Datastore, build
 
-    texts = [*_from_files(config), *_from_text(config)]
-    build(texts, config.out)
+    files, fingerprint = _from_files(config)
+    written, written_fingerprint = _from_text(config)
+    if fingerprint and written_fingerprint not in ("", fingerprint):
+        raise ConfigError(f"the text in {config.text} was written with another tokenizer than {config.target} has")
+    texts = [*files, *written]
+    build(texts, config.out, fingerprint or written_fingerprint)
     say(f"{len(Datastore(config.out))} tokens of {len(texts)} texts")
     print(config.out)
     return 0
 
 
-def _from_files(config: IndexConfig) -> Iterator[Sequence[int]]:
+def _from_files(config: IndexConfig) -> tuple[list[Sequence[int]], str]:
+    """The texts' ids and the tokenizer's fingerprint."""
     if not config.files:
-        return
+        return [], ""
     from moot.commands.common import cache_folder
-    from moot.tokenizer import keep_torch_out, load_tokenizer
+    from moot.tokenizer import keep_torch_out, load_tokenizer, tokenizer_fingerprint
 
     if config.text is None:
         keep_torch_out()
     folder = cache_folder() / config.target
     tokenizer = load_tokenizer(folder if folder.is_dir() else config.target)
+    texts: list[Sequence[int]] = []
     for path in config.files:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
-        yield tokenizer.encode(text, add_special_tokens=False)
+        texts.append(tokenizer.encode(text, add_special_tokens=False))
+    return texts, tokenizer_fingerprint(tokenizer)
 
 
-def _from_text(config: IndexConfig) -> Iterator[Sequence[int]]:
+def _from_text(config: IndexConfig) -> tuple[list[Sequence[int]], str]:
     if config.text is None:
-        return
+        return [], ""
     from moot.training.dataset import Text
     from moot.training.store import TextStore
 
     store = TextStore(config.text)
-    yield from Text.of(store, store.num_positions if config.positions is None else config.positions).written()
+    text = Text.of(store, store.num_positions if config.positions is None else config.positions)
+    return list(text.written()), str(store.manifest["tokenizer"])

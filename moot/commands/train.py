@@ -63,21 +63,35 @@ def run(argv: Sequence[str]) -> int:
     if store is not None and config.kind == "text":
         print(store.folder)
     elif store is not None and config.out is not None:
-        _drafter(config, config.out, folder, store, until, shlex.join(["moot", "train", *argv]))
+        _drafter(config, config.out, folder, store, until, command_of(config))
     return 0
+
+
+def command_of(config: TrainConfig) -> str:
+    """What makes the same drafter again: the flags that decide it, files and folders by their names alone."""
+    argv = ["moot", "train"]
+    for name in ("kind", "target", "size", "passes", "positions", "seed", "prompts", "text", "out"):
+        value = getattr(config, name)
+        if value is not None:
+            argv += [f"--{name}", Path(value).name if isinstance(value, Path) else str(value)]
+    return shlex.join(argv)
 
 
 def _text(config: TrainConfig, folder: Path, until: float) -> TextStore | None:
     """None: the time was over before it was complete."""
     from moot.model.load import load_model
+    from moot.model.placement import choose_device
     from moot.training.prompt_file import read_prompts
     from moot.training.store import TextStore
+    from moot.training.teacher import product_dtype
     from moot.training.text import TextMaker, TextSettings, make_text
 
     prompts, refused = read_prompts(config.prompts) if config.prompts else ([], 0)
     if refused:
         say(f"{refused} prompts are held out for measuring and not used")
-    loaded = load_model(folder, num_threads=config.num_threads)
+    # On a CPU the automatic choice is measured, and a busy moment would begin another text.
+    dtype = "auto" if choose_device("auto").type == "cuda" else str(product_dtype()).removeprefix("torch.")
+    loaded = load_model(folder, dtype=dtype, num_threads=config.num_threads)
     maker = TextMaker(loaded, TextSettings(seed=config.seed), prompts)
     own = config.out if config.kind == "text" else None
     store = TextStore.create(own or maker.folder(cache_folder()), maker.manifest)

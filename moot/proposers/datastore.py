@@ -40,8 +40,9 @@ class Continuation:
     shares: tuple[float, ...] = ()
 
 
-def build(texts: Iterable[Sequence[int]], path: Path) -> None:
+def build(texts: Iterable[Sequence[int]], path: Path, tokenizer_fingerprint: str = "") -> None:
     """Write the datastore of `texts` (token ids each) to the folder `path`, replacing one that is there.
+    `tokenizer_fingerprint`: of the tokenizer whose ids these are; empty: not known.
 
     Time O(n log n) for n tokens, memory about 40 bytes a token. Raises ConfigError when there is no token or more
     than 2^32 - 1, OSError when it cannot be written.
@@ -58,7 +59,7 @@ def build(texts: Iterable[Sequence[int]], path: Path) -> None:
     temporary.mkdir(parents=True)
     np.save(temporary / "tokens.npy", tokens)
     np.save(temporary / "order.npy", order)
-    meta = {"format": _FORMAT, "depth": DEPTH, "num_tokens": len(tokens)}
+    meta = {"format": _FORMAT, "depth": DEPTH, "num_tokens": len(tokens), "tokenizer": tokenizer_fingerprint}
     (temporary / "meta.json").write_text(json.dumps(meta))
     if path.exists():
         shutil.rmtree(path)
@@ -98,6 +99,7 @@ class Datastore:
             raise ConfigError(f"cannot open datastore {path}: {error}") from error
         if meta.get("format") != _FORMAT or meta.get("depth") != DEPTH or meta.get("num_tokens") != len(self._tokens):
             raise ConfigError(f"datastore {path} has another format: build it again")
+        self.tokenizer_fingerprint = str(meta.get("tokenizer", ""))
 
     def __len__(self) -> int:
         """Tokens held, separators not counted."""

@@ -25,6 +25,7 @@ from moot.proposers.neural_drafting import NeuralDrafting
 from moot.proposers.neural_feed import SessionFeed
 from moot.proposers.neural_session import Drafted, NeuralSession
 from moot.proposers.options import ProposerOptions, require
+from moot.shipped import locate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +58,13 @@ class NeuralProposer(Proposer[NeuralSession]):
 
     def __init__(self, options: NeuralOptions) -> None:
         loaded = load_model(
-            options.model, options.device, options.dtype, options.revision, num_threads=options.num_threads
+            locate(options.model), options.device, options.dtype, options.revision, num_threads=options.num_threads
         )
         info = loaded.info
         self.family = options.family or self.kind
         self.vocab_size = min(options.vocab_size or info.vocab_size, info.vocab_size)
         self.context_limit = min(options.context_limit or info.context_limit, info.context_limit)
+        self.tokenizer_fingerprint = info.tokenizer_fingerprint
         self.model_info = replace(info, vocab_size=self.vocab_size, context_limit=self.context_limit)
         self._num_embeddings = loaded.num_embeddings
         self._runner = choose_runner(loaded, options.kv_capacity_tokens, options.deterministic)

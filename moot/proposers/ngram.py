@@ -19,11 +19,14 @@ from moot.proposers.base import Chain
 from moot.proposers.model_free import ModelFreeProposer, PrefixSession, window_start
 from moot.proposers.ngram_table import MAX_ORDER, NgramTable, Successors
 from moot.proposers.options import ProposerOptions, require
+from moot.shipped import locate
 
 
 @dataclass(frozen=True, kw_only=True)
 class NgramOptions(ProposerOptions):
-    table: Path | None = option(None, help="npz file of a trained table; without one, counts are learned online")
+    table: Path | None = option(
+        None, help="npz file of a trained table, or its folder; none: counts are learned online"
+    )
     max_order: int = option(3, help="longest context, in tokens")
     min_order: int = option(1, help="shortest context, in tokens")
     max_indexed_tokens: int = option(8192, help="online counts are of at most this many last tokens")
@@ -69,7 +72,8 @@ class NgramProposer(ModelFreeProposer[NgramSession]):
 
     def __init__(self, options: NgramOptions) -> None:
         super().__init__(options)
-        self._table = NgramTable.load(options.table) if options.table else None
+        self._table = NgramTable.load(locate(options.table)) if options.table else None
+        self.tokenizer_fingerprint = self._table.tokenizer_fingerprint if self._table else ""
         self._max_order = min(options.max_order, self._table.max_order if self._table else MAX_ORDER)
         self._min_order = options.min_order
         self._window = options.max_indexed_tokens

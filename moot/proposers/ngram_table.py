@@ -17,6 +17,7 @@ MAX_ORDER = 3
 """Longest context: three ids of 21 bits are one 64-bit key."""
 _BITS = MAX_VOCAB_SIZE.bit_length() - 1
 _FORMAT = 1
+TABLE = "table.npz"
 
 
 class Successors(NamedTuple):
@@ -47,8 +48,10 @@ class _Order:
 
 
 class NgramTable:
-    def __init__(self, orders: Sequence[_Order]) -> None:
+    def __init__(self, orders: Sequence[_Order], tokenizer_fingerprint: str = "") -> None:
+        """`tokenizer_fingerprint`: of the tokenizer whose ids these are; empty: not known."""
         self._orders = tuple(orders)
+        self.tokenizer_fingerprint = tokenizer_fingerprint
 
     @property
     def max_order(self) -> int:
@@ -69,7 +72,13 @@ class NgramTable:
         )
 
     @classmethod
-    def build(cls, texts: Iterable[Sequence[int]], max_order: int = MAX_ORDER, num_successors: int = 4) -> NgramTable:
+    def build(
+        cls,
+        texts: Iterable[Sequence[int]],
+        max_order: int = MAX_ORDER,
+        num_successors: int = 4,
+        tokenizer_fingerprint: str = "",
+    ) -> NgramTable:
         """Count every text (token ids) on its own; keep the `num_successors` most frequent followers per context.
 
         Raises ConfigError for an id outside 0 to MAX_VOCAB_SIZE - 1 or an order outside 1 to MAX_ORDER.
@@ -79,7 +88,8 @@ class NgramTable:
         arrays = [np.asarray(text, np.int64) for text in texts]
         if any(len(text) and (text.min() < 0 or text.max() >= MAX_VOCAB_SIZE) for text in arrays):
             raise ConfigError(f"an n-gram table holds ids from 0 to {MAX_VOCAB_SIZE - 1}")
-        return cls([_count(arrays, order, num_successors) for order in range(1, max_order + 1)])
+        orders = [_count(arrays, order, num_successors) for order in range(1, max_order + 1)]
+        return cls(orders, tokenizer_fingerprint)
 
     def save(self, path: Path) -> None:
         arrays = {
@@ -88,11 +98,13 @@ class NgramTable:
             for name in _Order.__slots__
         }
         with path.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, format=np.array([_FORMAT, self.max_order]), **arrays)
+            head = {"format": np.array([_FORMAT, self.max_order]), "tokenizer": np.array(self.tokenizer_fingerprint)}
+            np.savez_compressed(file, allow_pickle=False, **head, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> NgramTable:
-        """Raises ConfigError when the file is missing or not one of `save`."""
+        """`path`: the file, or the folder in which it is TABLE. Raises ConfigError where there is none of `save`."""
+        path = path / TABLE if path.is_dir() else path
         try:
             with np.load(path, allow_pickle=False) as file:
                 version, max_order = file["format"].tolist()
@@ -102,7 +114,8 @@ class NgramTable:
                     [
                         _Order(**{name: file[f"{name}_{size}"] for name in _Order.__slots__})
                         for size in range(1, max_order + 1)
-                    ]
+                    ],
+                    str(file["tokenizer"]) if "tokenizer" in file else "",
                 )
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"cannot open n-gram table {path}: {error}") from error

@@ -20,6 +20,7 @@ from moot.proposers.datastore import Datastore
 from moot.proposers.model_free import ModelFreeProposer, PrefixSession, window_start
 from moot.proposers.options import ProposerOptions, require
 from moot.proposers.suffix_automaton import ROOT_STATE, SuffixAutomaton
+from moot.shipped import locate
 
 _LEVELS = (1, 2, 3, 4, 5, 7, 10, 16)
 _OWN = 8
@@ -59,7 +60,8 @@ class SuffixProposer(ModelFreeProposer[SuffixSession]):
         self._min_match = options.min_match
         self._window = options.max_indexed_tokens
         self._frequent = options.prefer == "frequent"
-        self._datastore = Datastore(options.datastore) if options.datastore else None
+        self._datastore = Datastore(locate(options.datastore)) if options.datastore else None
+        self.tokenizer_fingerprint = self._datastore.tokenizer_fingerprint if self._datastore else ""
 
     def new_session(self) -> SuffixSession:
         return SuffixSession()

@@ -15,6 +15,7 @@ from moot.proposers.registry import create, load_kind
 from moot.replay.folder import TEXTS, drafter_path
 from moot.replay.proposals import DrafterFacts, ProposalRecord, load_record, record_text, save_record
 from moot.replay.texts import TargetText, load_texts, save_texts
+from moot.shipped import locate
 
 SAVE_EVERY_S = 10.0
 Say = Callable[[str], None]
@@ -131,7 +132,7 @@ def num_bytes_of(entry: DrafterEntry) -> int:
     names = {field.name for field in fields(load_kind(entry.kind).options)}
     for name in ("datastore", "table", "model", "heads"):
         if name in names and (value := entry.options.get(name)):
-            path = Path(value)
+            path = locate(value)
             files = path.rglob("*") if path.is_dir() else [path]
             total += sum(file.stat().st_size for file in files if file.is_file())
     return total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,13 @@ _MEASURES = {
 
 
 def write_card(
-    folder: Path, title: str, what: str, facts: Mapping[str, Any], acceptance: Mapping[str, float], command: str
+    folder: Path,
+    title: str,
+    what: str,
+    facts: Mapping[str, Any],
+    acceptance: Mapping[str, float],
+    command: str,
+    license_name: str = "",
 ) -> None:
     """README.md in the folder. `facts`: what decides the result; `acceptance`: as `acceptance.report` gives it."""
     rows = [
@@ -34,7 +39,8 @@ def write_card(
         "",
         what,
         "",
-        "Made only from text that the target wrote; no prompt was asked whose question_id ends in 7.",
+        "Made only from text that the target wrote, and licensed as the target is"
+        f"{f' ({license_name})' if license_name else ''}; no prompt was asked whose question_id ends in 7.",
         "",
         "| on held-out rows | greedy | sampled (temperature 0.7 to 1.0) |",
         "|---|---|---|",
@@ -63,18 +69,13 @@ def _flat(facts: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-def link_tokenizer(folder: Path, target: Path, tokenizer: Any) -> None:
-    """The target's tokenizer in `folder`, which then loads like a model: links to the target's files where there are
-    any and the file system has links, else copies."""
+def copy_tokenizer(folder: Path, target: Path, tokenizer: Any) -> None:
+    """The target's tokenizer in `folder`, which then loads like a model, wherever it is moved to."""
     if not target.is_dir():
         tokenizer.save_pretrained(folder)
         return
     for name in _TOKENIZER:
-        source, link = (target / name).resolve(), folder / name
-        if not source.is_file():
-            continue
-        link.unlink(missing_ok=True)
-        try:
-            os.symlink(source, link)
-        except OSError:
-            shutil.copyfile(source, link)
+        if (target / name).is_file():
+            # A link of an older training would be written through.
+            (folder / name).unlink(missing_ok=True)
+            shutil.copyfile(target / name, folder / name)

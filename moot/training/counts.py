@@ -12,14 +12,12 @@ import numpy as np
 from moot.core.types import SamplingParams
 from moot.proposers.base import Ask
 from moot.proposers.ngram import NgramOptions, NgramProposer
-from moot.proposers.ngram_table import NgramTable
+from moot.proposers.ngram_table import TABLE, NgramTable
 from moot.training.acceptance import LONGEST, Stream, report
 from moot.training.dataset import Text
 from moot.training.heads import MOST_MEASURED
 from moot.training.script import ANSWERS
 from moot.training.teacher import Teacher
-
-TABLE = "table.npz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class CountRecipe:
 
 class CountTrainer:
     title = "N-gram table"
-    what = f"Counts of what follows up to three tokens, for the drafter kind `ngram` (`table: {TABLE}`)."
+    what = "Counts of what follows up to three tokens, for the drafter kind `ngram` (option `table`: this folder)."
 
     def __init__(self, teacher: Teacher, text: Text, recipe: CountRecipe) -> None:
         self.teacher, self.text, self.recipe = teacher, text, recipe
@@ -48,7 +46,12 @@ class CountTrainer:
     def save(self, folder: Path, facts: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / TABLE
-        NgramTable.build(self.text.written(), self.recipe.order, self.recipe.successors).save(self._file)
+        NgramTable.build(
+            self.text.written(),
+            self.recipe.order,
+            self.recipe.successors,
+            self.teacher.info.tokenizer_fingerprint,
+        ).save(self._file)
 
     def measure(self) -> dict[str, float]:
         """Acceptance on held-out rows, by the drafter kind itself, with the table that was saved."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from moot.model.prepare import SMOLLM2
 from moot.training.card import write_card
 from moot.training.counts import CountRecipe, CountTrainer
 from moot.training.dataset import Text
@@ -18,6 +19,8 @@ from moot.training.store import TextStore
 from moot.training.teacher import Teacher
 
 SIZES = ("small", "medium", "large")
+LICENSES = {SMOLLM2: "Apache-2.0"}
+"""Of targets whose license is known here."""
 
 _HEADS = {"small": 512, "medium": 1024, "large": 2048}
 _NEURAL = {"small": (128, 1), "medium": (192, 2), "large": (256, 3)}
@@ -71,7 +74,8 @@ def make_drafter(
         return False
     trainer.save(folder, facts)
     acceptance = trainer.measure()
-    write_card(folder, f"{trainer.title} for {manifest['target']}", trainer.what, facts, acceptance, command)
+    title = f"{trainer.title} for {manifest['target']}"
+    write_card(folder, title, trainer.what, facts, acceptance, command, LICENSES.get(manifest["target"], ""))
     forget(folder)
     say(
         f"held out, greedy: first token right {acceptance['agreement_1']:.1%}, mean acceptance length"

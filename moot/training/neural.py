@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 
 from moot.training.acceptance import Stream, from_single, report
-from moot.training.card import link_tokenizer
+from moot.training.card import copy_tokenizer
 from moot.training.dataset import Starts, Text
 from moot.training.divergence import divergence
 from moot.training.fit import Plan, fit
@@ -89,7 +89,7 @@ class NeuralTrainer:
     def save(self, folder: Path, facts: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.model.to(torch.bfloat16).save_pretrained(folder)
-        link_tokenizer(folder, self.teacher.folder, self.teacher.tokenizer)
+        copy_tokenizer(folder, self.teacher.folder, self.teacher.tokenizer)
 
     @torch.inference_mode()
     def measure(self) -> dict[str, float]:

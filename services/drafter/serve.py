@@ -10,8 +10,9 @@ from moot.core.errors import ConfigError
 from moot.core.types import ModelInfo
 from moot.metrics import Metrics
 from moot.proposers.base import Proposer
-from moot.proposers.registry import create
+from moot.proposers.registry import REQUEST_KINDS, create
 from moot.rpc.server import GrpcServer, run_until_terminated
+from moot.shipped import locate
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from moot.v1.drafter_service_pb2_grpc import add_DrafterServiceServicer_to_server
 from moot.worker import WorkerThread
@@ -30,6 +31,8 @@ def make_proposer(config: DrafterConfig) -> tuple[Proposer[Any], ModelInfo]:
     fingerprint when the option `vocab_size` is given. A model's own tokenizer
     must be equal to `tokenizer` when that is named too.
     """
+    if config.kind in REQUEST_KINDS:
+        raise ConfigError(f"kind {config.kind} lives from what a request brings: the router runs it itself")
     options: dict[str, object] = dict(config.kind_options)
     tokenizer_path = config.tokenizer
     if config.kind == "neural":
@@ -39,18 +42,14 @@ def make_proposer(config: DrafterConfig) -> tuple[Proposer[Any], ModelInfo]:
         tokenizer_path = tokenizer_path or config.model
     fingerprint, vocab_size = "", 0
     if tokenizer_path is not None:
-        tokenizer = load_tokenizer(tokenizer_path)
+        tokenizer = load_tokenizer(locate(tokenizer_path))
         fingerprint, vocab_size = tokenizer_fingerprint(tokenizer), vocabulary_size(tokenizer)
         options.setdefault("vocab_size", vocab_size)
-    proposer = create(config.kind, options)
+    proposer = create(config.kind, options, fingerprint)
     info = proposer.model_info
     if info is None:
         vocab_size = vocab_size or int(str(options["vocab_size"]))
         return proposer, ModelInfo("", "", fingerprint, vocab_size, proposer.context_limit)
-    if fingerprint and fingerprint != info.tokenizer_fingerprint:
-        raise ConfigError(
-            f"draft model {info.model} has tokenizer {info.tokenizer_fingerprint}, --tokenizer is {fingerprint}"
-        )
     return proposer, info
 
 

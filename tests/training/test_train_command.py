@@ -26,7 +26,9 @@ def test_from_a_target_to_a_drafter_and_a_datastore(
     assert printed.out.strip() == str(out)
     assert "1 prompts are held out" in printed.err
     assert (out / "table.npz").is_file()
-    assert "moot train --target" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "moot train --kind ngram --target" in card
+    assert "--prompts prompts.jsonl --out counted" in card
     assert main([*common, "--kind", "text"]) == 0
     folder = Path(capsys.readouterr().out.strip())
     assert folder.is_relative_to(tmp_path / "cache" / "training")
