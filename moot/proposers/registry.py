@@ -77,9 +77,8 @@ def create(kind: str, options: Mapping[str, object], fingerprint: str = "") -> P
     spec = load_kind(kind)
     proposer = spec.build(parse_options(spec.options, kind, options))
     if fingerprint and proposer.tokenizer_fingerprint not in ("", fingerprint):
-        raise ConfigError(
-            f"what drafter kind {kind} was given has tokenizer {proposer.tokenizer_fingerprint}, served is {fingerprint}"
-        )
+        found = proposer.tokenizer_fingerprint
+        raise ConfigError(f"what drafter kind {kind} was given has tokenizer {found}, what is served has {fingerprint}")
     return proposer
 
 
