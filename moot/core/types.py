@@ -118,6 +118,7 @@ class Verification:
 
     `output_token_ids`: accepted tokens, then one next token of the target's own unless the request ended inside.
     `top_candidates`: per output token, the target's most likely ids at that position (empty unless asked for).
+    `proposals`: for what follows, of drafters that live inside the verifier (empty unless asked for).
     """
 
     base_length: int
@@ -132,6 +133,8 @@ class Verification:
     forward_us: int = 0
     batch_requests: int = 0
     batch_tokens: int = 0
+    inside_us: int = 0
+    """What making `proposals` took the whole step, beyond `forward_us`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,12 +87,15 @@ def proposal_from_pb(message: token_pb2.Proposal, drafter_id: str = "") -> Propo
     return Proposal(drafter_id or message.drafter_id, tuple(message.token_ids), tuple(message.confidences))
 
 
-def draft_to_pb(draft: Draft, round_index: int, base_length: int) -> verifier_service_pb2.VerifyDraft:
+def draft_to_pb(
+    draft: Draft, round_index: int, base_length: int, num_inside_tokens: int = 0
+) -> verifier_service_pb2.VerifyDraft:
     return verifier_service_pb2.VerifyDraft(
         round_index=round_index,
         base_length=base_length,
         draft_token_ids=draft.token_ids,
         parent_indices=() if draft.is_chain else draft.parents,
+        num_inside_tokens=num_inside_tokens,
     )
 
 
@@ -146,6 +149,7 @@ def _timing_to_pb(verification: Verification) -> verifier_service_pb2.StepTiming
         forward_us=verification.forward_us,
         batch_requests=verification.batch_requests,
         batch_tokens=verification.batch_tokens,
+        inside_us=verification.inside_us,
     )
 
 
@@ -158,6 +162,7 @@ def opened_to_pb(verification: Verification) -> verifier_service_pb2.SessionOpen
         top_candidates=top_candidates_to_pb(verification.top_candidates),
         num_cached_tokens=verification.num_cached_tokens,
         timing=_timing_to_pb(verification),
+        proposals=[proposal_to_pb(proposal) for proposal in verification.proposals],
     )
 
 
@@ -169,11 +174,13 @@ def opened_from_pb(message: verifier_service_pb2.SessionOpened) -> Verification:
         finish_reason=finish_from_pb(message.finish_reason),
         logprobs=tuple(logprobs_from_pb(entry) for entry in message.logprobs),
         top_candidates=top_candidates_from_pb(message.top_candidates),
+        proposals=tuple(proposal_from_pb(proposal) for proposal in message.proposals),
         num_cached_tokens=message.num_cached_tokens,
         queue_us=message.timing.queue_us,
         forward_us=message.timing.forward_us,
         batch_requests=message.timing.batch_requests,
         batch_tokens=message.timing.batch_tokens,
+        inside_us=message.timing.inside_us,
     )
 
 
@@ -204,6 +211,7 @@ def verified_from_pb(message: verifier_service_pb2.DraftVerified) -> Verificatio
         forward_us=message.timing.forward_us,
         batch_requests=message.timing.batch_requests,
         batch_tokens=message.timing.batch_tokens,
+        inside_us=message.timing.inside_us,
     )
 
 

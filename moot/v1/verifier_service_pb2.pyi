@@ -94,12 +94,19 @@ class OpenSession(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NUM_TOP_CANDIDATES_FIELD_NUMBER: _builtins.int
+    INSIDE_DRAFTER_IDS_FIELD_NUMBER: _builtins.int
+    INSIDE_WIDTH_FIELD_NUMBER: _builtins.int
+    NUM_INSIDE_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs only."""
     cache_salt: _builtins.str
     """Blocks of the prefix cache are shared only between equal salts."""
     num_top_candidates: _builtins.int
     """Report this many most likely ids per committed position (for recycling drafters); 0: none."""
+    inside_width: _builtins.int
+    """Proposals that each of them may make."""
+    num_inside_tokens: _builtins.int
+    """Tokens of each of their proposals for the round after this command's answer; 0: none are made."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -108,6 +115,10 @@ class OpenSession(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _token_pb2.SamplingParams: ...
+    @_builtins.property
+    def inside_drafter_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Drafters inside the verifier (DescribeVerifierResponse.drafters) that may propose for this session; empty: none."""
+
     def __init__(
         self,
         *,
@@ -117,10 +128,13 @@ class OpenSession(_message.Message):
         sampling: _token_pb2.SamplingParams | None = ...,
         cache_salt: _builtins.str = ...,
         num_top_candidates: _builtins.int = ...,
+        inside_drafter_ids: _abc.Iterable[_builtins.str] | None = ...,
+        inside_width: _builtins.int = ...,
+        num_inside_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "num_top_candidates", b"num_top_candidates", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "inside_drafter_ids", b"inside_drafter_ids", "inside_width", b"inside_width", "num_inside_tokens", b"num_inside_tokens", "num_top_candidates", b"num_top_candidates", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -134,9 +148,12 @@ class VerifyDraft(_message.Message):
     BASE_LENGTH_FIELD_NUMBER: _builtins.int
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARENT_INDICES_FIELD_NUMBER: _builtins.int
+    NUM_INSIDE_TOKENS_FIELD_NUMBER: _builtins.int
     round_index: _builtins.int
     base_length: _builtins.int
     """Prompt + committed tokens; must equal the verifier's own count."""
+    num_inside_tokens: _builtins.int
+    """As in OpenSession."""
     @_builtins.property
     def draft_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -150,10 +167,11 @@ class VerifyDraft(_message.Message):
         base_length: _builtins.int = ...,
         draft_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         parent_indices: _abc.Iterable[_builtins.int] | None = ...,
+        num_inside_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "draft_token_ids", b"draft_token_ids", "parent_indices", b"parent_indices", "round_index", b"round_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "draft_token_ids", b"draft_token_ids", "num_inside_tokens", b"num_inside_tokens", "parent_indices", b"parent_indices", "round_index", b"round_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -293,6 +311,7 @@ class SessionOpened(_message.Message):
     TOP_CANDIDATES_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    PROPOSALS_FIELD_NUMBER: _builtins.int
     base_length: _builtins.int
     """Length of prompt + committed tokens before the output of this answer."""
     finish_reason: _token_pb2.FinishReason.ValueType
@@ -308,6 +327,10 @@ class SessionOpened(_message.Message):
     def top_candidates(self) -> _token_pb2.TopCandidates: ...
     @_builtins.property
     def timing(self) -> Global___StepTiming: ...
+    @_builtins.property
+    def proposals(self) -> _containers.RepeatedCompositeFieldContainer[_token_pb2.Proposal]:
+        """As in DraftVerified."""
+
     def __init__(
         self,
         *,
@@ -318,10 +341,11 @@ class SessionOpened(_message.Message):
         top_candidates: _token_pb2.TopCandidates | None = ...,
         num_cached_tokens: _builtins.int = ...,
         timing: Global___StepTiming | None = ...,
+        proposals: _abc.Iterable[_token_pb2.Proposal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "top_candidates", b"top_candidates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "output_token_ids", b"output_token_ids", "timing", b"timing", "top_candidates", b"top_candidates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "output_token_ids", b"output_token_ids", "proposals", b"proposals", "timing", b"timing", "top_candidates", b"top_candidates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -387,12 +411,15 @@ class StepTiming(_message.Message):
     FORWARD_US_FIELD_NUMBER: _builtins.int
     BATCH_REQUESTS_FIELD_NUMBER: _builtins.int
     BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    INSIDE_US_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """Waited in the pool."""
     forward_us: _builtins.int
     """The forward pass and the sampling of the step that served it."""
     batch_requests: _builtins.int
     batch_tokens: _builtins.int
+    inside_us: _builtins.int
+    """After them: drafting for the next round, by drafters inside the verifier."""
     def __init__(
         self,
         *,
@@ -400,10 +427,11 @@ class StepTiming(_message.Message):
         forward_us: _builtins.int = ...,
         batch_requests: _builtins.int = ...,
         batch_tokens: _builtins.int = ...,
+        inside_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_requests", b"batch_requests", "batch_tokens", b"batch_tokens", "forward_us", b"forward_us", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_requests", b"batch_requests", "batch_tokens", b"batch_tokens", "forward_us", b"forward_us", "inside_us", b"inside_us", "queue_us", b"queue_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -507,6 +535,7 @@ class DescribeVerifierResponse(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
     kv_capacity_tokens: _builtins.int
     """Tokens of KV cache in all."""
     numerics_fingerprint: _builtins.str
@@ -517,6 +546,10 @@ class DescribeVerifierResponse(_message.Message):
     deterministic: _builtins.bool
     @_builtins.property
     def model(self) -> _token_pb2.ModelInfo: ...
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___InsideDrafter]:
+        """Those that live inside the verifier."""
+
     def __init__(
         self,
         *,
@@ -526,11 +559,40 @@ class DescribeVerifierResponse(_message.Message):
         max_num_seqs: _builtins.int = ...,
         max_draft_tokens: _builtins.int = ...,
         deterministic: _builtins.bool = ...,
+        drafters: _abc.Iterable[Global___InsideDrafter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deterministic", b"deterministic", "kv_capacity_tokens", b"kv_capacity_tokens", "max_draft_tokens", b"max_draft_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "numerics_fingerprint", b"numerics_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deterministic", b"deterministic", "drafters", b"drafters", "kv_capacity_tokens", b"kv_capacity_tokens", "max_draft_tokens", b"max_draft_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "numerics_fingerprint", b"numerics_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeVerifierResponse: _TypeAlias = DescribeVerifierResponse  # noqa: Y015
+
+@_typing.final
+class InsideDrafter(_message.Message):
+    """A drafter that reads what only the target's process has: its proposals come with the answers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    FAMILY_FIELD_NUMBER: _builtins.int
+    drafter_id: _builtins.str
+    kind: _builtins.str
+    family: _builtins.str
+    """Drafters of one family are alike; the vote counts the strongest of them."""
+    def __init__(
+        self,
+        *,
+        drafter_id: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        family: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "family", b"family", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InsideDrafter: _TypeAlias = InsideDrafter  # noqa: Y015

@@ -22,6 +22,11 @@ class Open:
     output_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     num_top_candidates: int = 0
+    inside_drafter_ids: tuple[str, ...] = ()
+    """Drafters inside the verifier that may propose, up to `inside_width` chains each."""
+    inside_width: int = 1
+    num_inside_tokens: int = 0
+    """Of their proposals that come with the answer; 0: none are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,7 @@ class Verify:
     round_index: int
     base_length: int
     draft: Draft
+    num_inside_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

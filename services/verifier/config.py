@@ -30,6 +30,10 @@ class VerifierConfig(LinkOptions):
     )
     num_threads: int = option(0, help="compute threads; 0 leaves the choice to torch")
 
+    drafters: tuple[str, ...] = option(
+        (), help="drafters inside the verifier, which propose with each answer: [id=]kind[:option=value]... each"
+    )
+
     max_model_len: int = option(0, help="prompt plus output, in tokens; 0: the model's own limit")
     max_num_seqs: int = option(32, help="sessions that hold KV cache at a time, so requests in a batch")
     max_num_batched_tokens: int = option(1024, help="tokens of one forward pass, drafts and prefill chunks together")

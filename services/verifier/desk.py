@@ -21,6 +21,9 @@ from services.verifier.sessions import Session, Stream, Work
 _HINT_BYTES = 16
 """More than a likely token takes in an answer: its id, its log-probability, its share of what surrounds them."""
 
+MOST_CHAINS = 16
+"""Of one drafter inside the verifier; who asks for more gets so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
@@ -62,6 +65,9 @@ class Desk:
             cache=self._new_cache(),
             cache_salt=command.cache_salt,
             num_top_candidates=command.num_top_candidates,
+            inside_drafter_ids=command.inside_drafter_ids,
+            inside_width=min(command.inside_width, MOST_CHAINS),
+            num_inside_tokens=min(command.num_inside_tokens, self._max_draft_tokens),
             last_active_ns=arrived_ns,
         )
         if finish := _already_over(session):
@@ -88,6 +94,7 @@ class Desk:
             return Failed(command.session_id, code, f"{problem}", command.round_index)
         session.round_index = command.round_index
         session.last_active_ns = arrived_ns
+        session.num_inside_tokens = min(command.num_inside_tokens, self._max_draft_tokens)
         session.work = Work.verification(command.draft, session.max_new, command.round_index, arrived_ns)
         return session
 

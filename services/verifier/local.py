@@ -60,8 +60,12 @@ class LocalSession:
         request_id: str = "local",
         cache_salt: str = "",
         num_top_candidates: int = 0,
+        inside_drafter_ids: Sequence[str] = (),
+        inside_width: int = 1,
+        num_inside_tokens: int = 0,
         timeout_s: float = 60.0,
     ) -> None:
+        """`num_inside_tokens`: asked of the drafters inside the verifier with every command."""
         self.session_id = next(_session_ids)
         self.length = len(prompt_token_ids) + len(output_token_ids)
         self._engine = engine
@@ -77,6 +81,9 @@ class LocalSession:
             tuple(output_token_ids),
             cache_salt,
             num_top_candidates,
+            tuple(inside_drafter_ids),
+            inside_width,
+            num_inside_tokens,
         )
 
     def __enter__(self) -> LocalSession:
@@ -95,7 +102,8 @@ class LocalSession:
     def verify(self, draft: Draft = Draft()) -> Verification:  # noqa: B008 - a frozen value
         """One round. Same errors as `open`."""
         self._round_index += 1
-        self._engine.submit(self._stream, [Verify(self.session_id, self._round_index, self.length, draft)])
+        wanted = self._command.num_inside_tokens
+        self._engine.submit(self._stream, [Verify(self.session_id, self._round_index, self.length, draft, wanted)])
         return self._answer()
 
     def abort(self) -> None:

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moot.core.acceptance import Walk
 from moot.core.errors import NoCapacity, RequestPoisoned
@@ -31,6 +32,8 @@ class Sampled:
     walk: Walk
     logprobs: tuple[TokenLogprobs, ...]
     top_candidates: tuple[tuple[int, ...], ...]
+    state: Tensor | None = None
+    """What the target's output layer was given when it chose the last output token, [width], where that is kept."""
 
 
 @dataclass(frozen=True, slots=True)

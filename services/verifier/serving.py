@@ -17,9 +17,11 @@ from moot.model.batch_sampler import BatchSampler
 from moot.model.kv import PAGE_SLOTS
 from moot.model.runner import ModelRunner
 from moot.model.sampler import Sampler
+from moot.proposers.inside import create_all_inside
 from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finish, Open, Opened, Verified, Verify
 from services.verifier.config import VerifierConfig
 from services.verifier.desk import Desk, Dropped
+from services.verifier.inside import InsideDrafters
 from services.verifier.intake import Arrival, Intake
 from services.verifier.outcomes import Broken, Prefilled, Sampled
 from services.verifier.sessions import Session, Stream
@@ -63,7 +65,9 @@ class Serving:
         self.sharing = PrefixSharing(config.prefix_cache_tokens, config.prefix_block_tokens)
         sampler = Sampler(info.vocab_size, info.end_token_ids)
         batch_sampler = BatchSampler(sampler) if samples_at_once(runner) else None
-        self.steps = StepRunner(runner, Walks(sampler, progress, batch_sampler), progress)
+        drafters = create_all_inside(config.drafters, "--drafters", runner)
+        self.inside = InsideDrafters(drafters, metrics)
+        self.steps = StepRunner(runner, Walks(sampler, progress, batch_sampler), progress, bool(drafters))
         self._pool = runner.pool
         self._desk = Desk(info, config.max_draft_tokens, config.max_message_bytes, runner.new_cache)
         self._intake = intake
@@ -159,6 +163,8 @@ class Serving:
         outcomes = self.steps.run(batch.items)
         forward_ns = time.monotonic_ns() - start_ns
         self.gathering.stepped(forward_ns)
+        proposals = self.inside.propose(outcomes)
+        inside_ns = time.monotonic_ns() - start_ns - forward_ns if proposals else 0
         for outcome in outcomes:
             session, work = outcome.session, works[outcome.session.arrival]
             if isinstance(outcome, Broken):
@@ -174,14 +180,18 @@ class Serving:
                 finish_reason=outcome.walk.finish,
                 logprobs=outcome.logprobs,
                 top_candidates=outcome.top_candidates,
+                proposals=proposals.get(session.arrival, ()),
                 num_cached_tokens=session.num_cached_tokens if work.is_opening else 0,
                 queue_us=(start_ns - work.arrived_ns) // 1000,
                 forward_us=forward_ns // 1000,
                 batch_requests=len(batch.items),
                 batch_tokens=num_tokens,
+                inside_us=inside_ns // 1000,
             )
             self._settle(session, outcome, verification, is_opening=work.is_opening)
         self._metrics.forward_seconds.observe(forward_ns / 1e9)
+        if proposals:
+            self._metrics.draft_seconds.observe(inside_ns / 1e9)
         self._metrics.verify_batch_size.observe(len(batch.items))
         self._metrics.verify_batch_tokens.observe(num_tokens)
 

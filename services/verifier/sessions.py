@@ -80,6 +80,10 @@ class Session:
     cache: KvCache
     cache_salt: str = ""
     num_top_candidates: int = 0
+    inside_drafter_ids: tuple[str, ...] = ()
+    inside_width: int = 1
+    num_inside_tokens: int = 0
+    """Of proposals to be made with the answer to the present work, where drafters inside the verifier may."""
     cached_length: int = 0
     """Leading tokens whose KV the cache holds; mirrors the cache, which only the step changes."""
     work: Work | None = None

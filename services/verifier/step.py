@@ -28,13 +28,22 @@ Item = BatchItem[Session]
 class StepRunner:
     """Not thread-safe: the compute thread owns it. `progress` is called often while something is computed."""
 
-    def __init__(self, runner: ModelRunner, walks: Walks, progress: Callable[[], None]) -> None:
+    def __init__(
+        self, runner: ModelRunner, walks: Walks, progress: Callable[[], None], keeps_states: bool = False
+    ) -> None:
+        """`keeps_states`: outcomes carry hidden states."""
         self._runner = runner
         self.walks = walks
         self._progress = progress
+        self._keeps_states = keeps_states
+        self._states: dict[int, Tensor] = {}
+        """Of this step, by session: as its logits, row by row."""
+        if keeps_states:
+            runner.keep_states()
 
     def run(self, items: Sequence[Item]) -> list[Outcome]:
         """Feed `items` and advance their sessions. One outcome per item. Raises DeviceLost only."""
+        self._states = {}
         results = self._forward(items)
         self.walks.draw(
             [
@@ -84,6 +93,9 @@ class StepRunner:
                 if found and found.action == "memory" and sum(item.num_tokens for item in items) > int(found.argument):
                     raise torch.OutOfMemoryError("fault point verifier.forward")
             logits = self._runner.forward([_input_of(item) for item in items], self._progress)
+            if self._keeps_states:
+                states = self._runner.states()
+                self._states.update({item.session.arrival: one for item, one in zip(items, states, strict=True)})
             return list(zip(items, logits, strict=True))
         except torch.AcceleratorError as error:
             raise DeviceLost(str(error)) from error
@@ -126,7 +138,9 @@ class StepRunner:
         session.token_ids.extend(walked.output_token_ids)
         session.history.append(walked.output_token_ids)
         session.work = None
-        return Sampled(session, walked, logprobs, top_candidates)
+        states = self._states.get(session.arrival)
+        state = states[rows[-1]] if states is not None and rows else None
+        return Sampled(session, walked, logprobs, top_candidates, state)
 
 
 def _may_be_the_drafts(error: Exception, work: Work) -> bool:

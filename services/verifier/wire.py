@@ -43,10 +43,14 @@ def command_from_pb(message: pb.VerifyCommand) -> Command | None:
                 tuple(opening.output_token_ids),
                 opening.cache_salt,
                 opening.num_top_candidates,
+                tuple(opening.inside_drafter_ids),
+                opening.inside_width,
+                opening.num_inside_tokens,
             )
         case "verify":
             verify = message.verify
-            return Verify(session_id, verify.round_index, verify.base_length, _draft_of(verify))
+            draft, num_inside_tokens = _draft_of(verify), verify.num_inside_tokens
+            return Verify(session_id, verify.round_index, verify.base_length, draft, num_inside_tokens)
         case "finish":
             return Finish(session_id)
         case "abort":

@@ -1,0 +1,163 @@
+"""How a recurrent head chooses tokens: rows over a part of the vocabulary, drawn by the target's rule and noise.
+
+Greedy rows take the highest logit. Sampled rows take the highest of logit / T + G, with the target's own noise G of
+the position, in single precision: enough to choose mostly what the target chooses, which is all that a draft is for.
+Requests with rules of their own (logit_bias, allowed ids, penalties, min_tokens) are drawn by the sampler itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moot.core.errors import RequestPoisoned
+from moot.core.history import History
+from moot.core.noise import position_key
+from moot.core.sampling import MASKED
+from moot.core.types import SamplingParams
+from moot.model import noise
+from moot.model.sampler import Sampler
+
+_MOST_OF_NUCLEUS = 128
+"""A nucleus of more tokens than this is taken to be the whole vocabulary."""
+
+Drawn = tuple[int, float]
+"""A token id and its probability in the head's own softmax."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a token is to be drawn: after `length` committed ids, with `history`, and the guessed `path`."""
+
+    params: SamplingParams
+    history: History
+    length: int
+    path: tuple[int, ...]
+
+    @property
+    def position(self) -> int:
+        return self.length + len(self.path)
+
+    @property
+    def num_output(self) -> int:
+        return self.history.num_output + len(self.path)
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether more than temperature and filters decides."""
+        params = self.params
+        return (
+            bool(params.logit_bias)
+            or params.allowed_token_ids is not None
+            or params.has_penalties
+            or self.num_output < params.min_tokens
+        )
+
+
+class HeadDraws:
+    """`token_ids` int64 [vocab]: what the columns of the logits stand for; one more column stands for all others."""
+
+    def __init__(self, token_ids: Tensor, vocab_size: int, end_token_ids: frozenset[int], sharpen: float) -> None:
+        self._token_ids = token_ids
+        self._ids: list[int] = token_ids.tolist()
+        self._column_of = {token_id: column for column, token_id in enumerate(self._ids)}
+        self._vocab_size = vocab_size
+        self._sharpen = sharpen
+        self._sampler = Sampler(vocab_size, end_token_ids)
+
+    def draw(self, logits: Tensor, places: Sequence[Place], widths: Sequence[int]) -> list[list[Drawn]]:
+        """Per row of `logits`, float32 [n, vocab + 1], the `width` best ids, best first; none of a row that is not
+        finite, or where no id is allowed."""
+        known = logits[:, :-1]
+        totals = logits.logsumexp(1)
+        scores = self._scores(known, places)
+        count = min(max(widths), known.shape[1])
+        best, columns = scores.max(1, keepdim=True) if count == 1 else scores.topk(count, 1)
+        shares = (known.gather(1, columns) - totals[:, None]).exp()
+        # One transfer of what may lie on a device.
+        numbers = torch.cat((columns.double(), shares.double(), best.double()), 1).tolist()
+        found: list[list[Drawn]] = []
+        for index, (row, place, width) in enumerate(zip(numbers, places, widths, strict=True)):
+            if place.has_rules:
+                found.append(self._by_sampler(known[index], float(totals[index]), place, width))
+                continue
+            picks = zip(row[:count], row[count : 2 * count], row[2 * count :], strict=True)
+            able = [(self._ids[int(column)], share) for column, share, score in picks if math.isfinite(score)]
+            found.append([one for one in able if math.isfinite(one[1])][:width])
+        return found
+
+    def _scores(self, known: Tensor, places: Sequence[Place]) -> Tensor:
+        """What is highest is chosen, [n, vocab]."""
+        hot = [row for row, place in enumerate(places) if not place.params.is_greedy and not place.has_rules]
+        if not hot:
+            return known
+        whole = len(hot) == len(places)
+        index = torch.tensor(hot, device=known.device)
+        rows = known if whole else known[index]
+        params = [places[row].params for row in hot]
+        factors = torch.tensor([self._sharpen / one.temperature for one in params], device=known.device)
+        scaled = (rows - rows.amax(1, keepdim=True)) * factors[:, None]
+        drawn = self._filtered(scaled, params) + self._noise([places[row] for row in hot])
+        return drawn if whole else known.index_copy(0, index, drawn)
+
+    def _noise(self, places: Sequence[Place]) -> Tensor:
+        """G of every id at each place, float32 [n, vocab]."""
+        if self._token_ids.device.type == "cpu":
+            # -log u from 1 - u, which is exact where it decides: near 0.
+            rows = [noise.one_minus_uniform(one.params.seed, one.position, self._token_ids) for one in places]
+            return torch.log1p(torch.stack(rows).neg_()).neg_().log_().neg_()
+        keys = torch.tensor([position_key(one.params.seed, one.position) for one in places])
+        keys = keys.to(self._token_ids.device)
+        return noise.gumbel_rows(keys[:, :1], keys[:, 1:], self._token_ids[None]).float()
+
+    def _filtered(self, scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+        """-inf where top_k, top_p or min_p leaves an id out; `scaled` [n, vocab], the highest of each row 0."""
+        floors = [math.log(one.min_p) if one.min_p > 0 else MASKED for one in params]
+        floor = torch.tensor(floors, device=scaled.device)[:, None]
+        most = max((min(one.top_k, scaled.shape[1]) for one in params), default=0)
+        if any(one.top_p < 1 for one in params):
+            most = max(most, min(_MOST_OF_NUCLEUS, scaled.shape[1]))
+        if most:
+            values = scaled.topk(most, 1).values
+            floor = floor.maximum(_lowest_of_top(values, scaled, params))
+        return scaled.masked_fill(scaled < floor, MASKED)
+
+    def _by_sampler(self, known: Tensor, total: float, place: Place, width: int) -> list[Drawn]:
+        row = known.new_full((self._vocab_size,), MASKED)
+        row[self._token_ids] = known
+        history = place.history.with_path(place.path)
+        found: list[Drawn] = []
+        while len(found) < min(width, len(self._ids)):
+            try:
+                token_id = self._sampler.draft_token(row, place.params, place.position, history, self._sharpen)
+            except RequestPoisoned:
+                break
+            logit = float(known[self._column_of[token_id]]) if token_id in self._column_of else MASKED
+            if not math.isfinite(logit):
+                # Nothing that the head knows is allowed.
+                break
+            found.append((token_id, math.exp(logit - total)))
+            row[token_id] = MASKED
+        return found
+
+
+def _lowest_of_top(values: Tensor, scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The lowest value that top_k and top_p keep, [n, 1], from the highest `values` [n, most] of `scaled`, ordered."""
+    weights = values.exp()
+    totals = scaled.exp().sum(1, keepdim=True)
+    # Of an id: what the ids before it hold together.
+    before = weights.cumsum(1) - weights
+    tops = torch.tensor([one.top_p for one in params], device=scaled.device)[:, None]
+    kept = (before < tops * totals).sum(1, keepdim=True)
+    # A nucleus that goes on past `values` leaves nothing out here.
+    is_open = (tops >= 1) | (before[:, -1:] + weights[:, -1:] < tops * totals)
+    lowest = values.gather(1, kept.clamp(1, values.shape[1]) - 1)
+    by_mass = torch.where(is_open, torch.full_like(lowest, MASKED), lowest)
+    counts = [one.top_k if 0 < one.top_k <= values.shape[1] else 0 for one in params]
+    ranks = torch.tensor(counts, device=scaled.device)[:, None]
+    by_count = values.gather(1, (ranks - 1).clamp_min(0))
+    return torch.where(ranks > 0, by_mass.maximum(by_count), by_mass)

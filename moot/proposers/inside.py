@@ -1,0 +1,87 @@
+"""The interface of drafters that live inside the verifier, and their kinds by name.
+
+They see what no other drafter does: the target's hidden state behind the last committed token. They are asked once a
+step, for all its sessions together, on the thread that computes, and what they propose goes out with the answer. Like
+every proposal it may be anything: no token of the text depends on it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from moot.core.errors import ConfigError
+from moot.core.history import History
+from moot.core.types import SamplingParams
+from moot.model.runner import ModelRunner
+from moot.proposers.base import Chain
+from moot.proposers.entries import DrafterEntry, parse_entries
+from moot.proposers.options import parse_options
+
+INSIDE_KINDS = ("heads",)
+
+
+@dataclass(frozen=True, slots=True)
+class InsideAsk:
+    """One session that a step has brought forward: at most `width` chains of at most `num_tokens` ids after
+    `token_ids`, prompt plus output, of which the last one is new.
+
+    `history`: of the same ids. `state` [width of the target]: what the target's output layer was given when it chose
+    the last id.
+    """
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+    history: History
+    state: Tensor
+    num_tokens: int
+    width: int = 1
+
+
+class InsideDrafter(ABC):
+    """One drafter inside the verifier. Not thread-safe: the compute thread calls it."""
+
+    kind: ClassVar[str]
+    drafter_id: str
+    family: str
+    """Drafters of one family are alike; the vote counts the strongest of them."""
+
+    @abstractmethod
+    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Chain]]:
+        """Chains per ask, best first; none: it abstains. One pass for all asks. Whatever it raises ends the drafter."""
+
+
+@dataclass(frozen=True, slots=True)
+class InsideKind:
+    """`options`: closed, like those of every kind. `build(drafter_id, options, runner)`."""
+
+    name: str
+    options: type[Any]
+    build: Callable[[str, Any, ModelRunner], InsideDrafter]
+
+
+def load_inside_kind(kind: str) -> InsideKind:
+    """Raises ConfigError naming the known kinds."""
+    match kind:
+        case "heads":
+            from moot.proposers.heads import HeadsDrafter, HeadsOptions
+
+            return InsideKind("heads", HeadsOptions, HeadsDrafter)
+    raise ConfigError(f"unknown drafter kind {kind} inside the verifier (known: {', '.join(INSIDE_KINDS)})")
+
+
+def create_inside(entry: DrafterEntry, runner: ModelRunner) -> InsideDrafter:
+    """A drafter over the target that `runner` drives. Raises ConfigError naming what is wrong: the kind, an option, a
+    file, or a file that was made for another target."""
+    spec = load_inside_kind(entry.kind)
+    own: dict[str, object] = {"vocab_size": runner.info.vocab_size, "context_limit": runner.info.context_limit}
+    return spec.build(entry.drafter_id, parse_options(spec.options, entry.kind, {**own, **entry.options}), runner)
+
+
+def create_all_inside(entries: Sequence[str], flag: str, runner: ModelRunner) -> list[InsideDrafter]:
+    """Of `[id=]kind[:option=value]...` entries. Raises ConfigError, as `create_inside` and `parse_entries` do."""
+    return [create_inside(entry, runner) for entry in parse_entries(entries, flag)]
