@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 KEPT_RUNS = 5
 """Folders with the logs of earlier runs; older ones are removed."""
@@ -19,6 +21,16 @@ def say(text: str) -> None:
 
 def cache_folder() -> Path:
     return Path(os.environ.get("MOOT_CACHE") or "~/.cache/moot").expanduser()
+
+
+def command_of(command: str, config: Any, names: Sequence[str]) -> str:
+    """The call with the named flags of `config`, as one writes it down: files and folders by their names alone."""
+    argv = ["moot", command]
+    for name in names:
+        value = getattr(config, name)
+        if value is not None:
+            argv += [f"--{name}", Path(value).name if isinstance(value, Path) else str(value)]
+    return shlex.join(argv)
 
 
 def run_folder(name: str) -> Path:

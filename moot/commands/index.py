@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moot.commands.common import say
+from moot.commands.common import command_of, say
 from moot.config import load_config, option
 from moot.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moot.training.dataset import Text
+    from moot.training.store import TextStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +37,51 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("--files or --text is required")
     from moot.proposers.datastore import Datastore, build
 
+    written = _read(config.text, config.positions) if config.text else None
     files, fingerprint = _from_files(config)
-    written, written_fingerprint = _from_text(config)
-    if fingerprint and written_fingerprint not in ("", fingerprint):
-        raise ConfigError(f"the text in {config.text} was written with another tokenizer than {config.target} has")
-    texts = [*files, *written]
-    build(texts, config.out, fingerprint or written_fingerprint)
+    texts = [*files, *(written[1].written() if written else ())]
+    if written is not None:
+        own = str(written[0].manifest["tokenizer"])
+        if fingerprint not in ("", own):
+            raise ConfigError(f"the text in {config.text} was written with another tokenizer than {config.target} has")
+        fingerprint = own
+    build(texts, config.out, fingerprint)
     say(f"{len(Datastore(config.out))} tokens of {len(texts)} texts")
+    if written is not None:
+        _describe(config, *written, len(texts))
     print(config.out)
     return 0
+
+
+def _read(folder: Path, positions: int | None) -> tuple[TextStore, Text]:
+    from moot.training.dataset import Text
+    from moot.training.store import TextStore
+
+    store = TextStore(folder)
+    return store, Text.of(store, store.num_positions if positions is None else positions)
+
+
+def _describe(config: IndexConfig, store: TextStore, text: Text, num_texts: int) -> None:
+    """The card, with the acceptance of the drafter kind on rows that are not in the datastore."""
+    from moot.proposers.datastore import Datastore
+    from moot.proposers.options import MAX_VOCAB_SIZE
+    from moot.proposers.registry import create
+    from moot.training.asked import measure_kind
+    from moot.training.drafters import describe, text_facts
+
+    facts = {
+        "tokens": len(Datastore(config.out)),
+        "texts": num_texts,
+        "positions": text.num_positions,
+        "text": text_facts(store),
+    }
+    found = measure_kind(create("suffix", {"vocab_size": MAX_VOCAB_SIZE, "datastore": config.out}), text)
+    what = (
+        "What the target wrote, sorted by what stands before, for the drafter kind `suffix` (option `datastore`: this"
+        " folder). No prompt is in it."
+    )
+    command = command_of("index", config, ("text", "positions", "out"))
+    describe(config.out, "Datastore", what, facts, found, command, store, say)
 
 
 def _from_files(config: IndexConfig) -> tuple[list[Sequence[int]], str]:
@@ -62,14 +103,3 @@ def _from_files(config: IndexConfig) -> tuple[list[Sequence[int]], str]:
             raise ConfigError(f"cannot read {path}: {error}") from error
         texts.append(tokenizer.encode(text, add_special_tokens=False))
     return texts, tokenizer_fingerprint(tokenizer)
-
-
-def _from_text(config: IndexConfig) -> tuple[list[Sequence[int]], str]:
-    if config.text is None:
-        return [], ""
-    from moot.training.dataset import Text
-    from moot.training.store import TextStore
-
-    store = TextStore(config.text)
-    text = Text.of(store, store.num_positions if config.positions is None else config.positions)
-    return list(text.written()), str(store.manifest["tokenizer"])

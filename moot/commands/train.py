@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moot.commands.common import cache_folder, say
+from moot.commands.common import cache_folder, command_of, say
 from moot.config import load_config, option
 from moot.core.errors import ConfigError
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from moot.training.store import TextStore
 
 KINDS = ("text", "heads", "neural", "ngram")
+DECIDING = ("kind", "target", "size", "passes", "positions", "seed", "prompts", "text", "out")
+"""Flags that a drafter's card repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +64,8 @@ def run(argv: Sequence[str]) -> int:
     if store is not None and config.kind == "text":
         print(store.folder)
     elif store is not None and config.out is not None:
-        _drafter(config, config.out, folder, store, until, command_of(config))
+        _drafter(config, config.out, folder, store, until, command_of("train", config, DECIDING))
     return 0
-
-
-def command_of(config: TrainConfig) -> str:
-    """What makes the same drafter again: the flags that decide it, files and folders by their names alone."""
-    argv = ["moot", "train"]
-    for name in ("kind", "target", "size", "passes", "positions", "seed", "prompts", "text", "out"):
-        value = getattr(config, name)
-        if value is not None:
-            argv += [f"--{name}", Path(value).name if isinstance(value, Path) else str(value)]
-    return shlex.join(argv)
 
 
 def _text(config: TrainConfig, folder: Path, until: float) -> TextStore | None:

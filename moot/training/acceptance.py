@@ -16,6 +16,8 @@ from moot.training.script import GREEDY, SAMPLED
 
 LENGTHS = (4, 8)
 LONGEST = max(LENGTHS)
+MOST_MEASURED = 24_000
+"""Held-out positions that acceptance is reported on, at most."""
 
 
 @dataclass(frozen=True, slots=True)

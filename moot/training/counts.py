@@ -7,16 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from moot.core.types import SamplingParams
-from moot.proposers.base import Ask
 from moot.proposers.ngram import NgramOptions, NgramProposer
 from moot.proposers.ngram_table import TABLE, NgramTable
-from moot.training.acceptance import LONGEST, Stream, report
+from moot.training.asked import measure_kind
 from moot.training.dataset import Text
-from moot.training.heads import MOST_MEASURED
-from moot.training.script import ANSWERS
 from moot.training.teacher import Teacher
 
 
@@ -56,28 +50,4 @@ class CountTrainer:
     def measure(self) -> dict[str, float]:
         """Acceptance on held-out rows, by the drafter kind itself, with the table that was saved."""
         proposer = NgramProposer(NgramOptions(vocab_size=self.teacher.info.vocab_size, table=self._file))
-        streams: list[Stream] = []
-        measured = 0
-        for context, roles, _ in self.text.contexts():
-            ids: list[int] = context.tolist()
-            right = np.zeros(len(ids), np.int64)
-            session = proposer.open((), SamplingParams())
-            for position, token in enumerate(ids):
-                proposer.extend(session, [token])
-                if position + 1 < len(ids) and roles[position + 1] in ANSWERS:
-                    (chains,) = proposer.propose([Ask(session, LONGEST)])
-                    right[position] = _num_right(chains[0].token_ids, ids[position + 1 :]) if chains else 0
-            streams.append(Stream(roles, right))
-            measured += int(np.isin(roles, ANSWERS).sum())
-            if measured >= MOST_MEASURED:
-                break
-        return report(streams)
-
-
-def _num_right(chain: tuple[int, ...], following: list[int]) -> int:
-    count = 0
-    for guess, token in zip(chain, following, strict=False):
-        if guess != token:
-            break
-        count += 1
-    return count
+        return measure_kind(proposer, self.text)

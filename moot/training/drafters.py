@@ -67,18 +67,35 @@ def make_drafter(
     say: Callable[[str], None] = print,
 ) -> bool:
     """Write the drafter to `folder` with its model card. Returns False where the time was over before."""
-    manifest = store.manifest
-    text = {name: manifest[name] for name in ("target", "revision", "prompts", "settings")}
-    facts = {**trainer.facts, "text": text, "threads": torch.get_num_threads()}
+    facts = {**trainer.facts, "text": text_facts(store), "threads": torch.get_num_threads()}
     if not trainer.train(folder, facts, until):
         return False
     trainer.save(folder, facts)
     acceptance = trainer.measure()
-    title = f"{trainer.title} for {manifest['target']}"
-    write_card(folder, title, trainer.what, facts, acceptance, command, LICENSES.get(manifest["target"], ""))
+    describe(folder, trainer.title, trainer.what, facts, acceptance, command, store, say)
     forget(folder)
+    return True
+
+
+def text_facts(store: TextStore) -> dict[str, Any]:
+    """What decides a training text."""
+    return {name: store.manifest[name] for name in ("target", "revision", "prompts", "settings")}
+
+
+def describe(
+    folder: Path,
+    title: str,
+    what: str,
+    facts: Mapping[str, Any],
+    acceptance: Mapping[str, float],
+    command: str,
+    store: TextStore,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Write the card of a drafter made from `store`, and say how good it is."""
+    target = store.manifest["target"]
+    write_card(folder, f"{title} for {target}", what, facts, acceptance, command, LICENSES.get(target, ""))
     say(
         f"held out, greedy: first token right {acceptance['agreement_1']:.1%}, mean acceptance length"
         f" {acceptance['length_4']:.3f} (K = 4), {acceptance['length_8']:.3f} (K = 8)"
     )
-    return True

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from moot.model.recurrent_head import HeadShape, RecurrentHead, embed
-from moot.training.acceptance import LONGEST, Stream, leading, report
+from moot.training.acceptance import LONGEST, MOST_MEASURED, Stream, leading, report
 from moot.training.dataset import Starts, Text, Window
 from moot.training.divergence import divergence
 from moot.training.fit import Plan, fit
 from moot.training.script import ANSWERS
 from moot.training.teacher import Teacher
-
-MOST_MEASURED = 24_000
-"""Held-out positions that acceptance is reported on, at most."""
 
 
 @dataclass(frozen=True, slots=True)

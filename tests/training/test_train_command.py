@@ -43,6 +43,9 @@ def test_from_a_target_to_a_drafter_and_a_datastore(
     assert main(["index", *flags]) == 0
     found = Datastore(indexed).continuation(list(b"one mor"), 6)
     assert bytes(found.token_ids) == b"e text"
+    card = (indexed / "README.md").read_text()
+    assert f"moot index --text {folder.name} --out datastore" in card
+    assert "mean acceptance length, K = 8" in card
 
 
 def test_without_time_nothing_is_made(target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
