@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from moot.proposers.base import Chain
 from moot.proposers.head_draws import HeadDraws, Place
 from moot.proposers.inside import InsideAsk, InsideDrafter
 from moot.proposers.options import ProposerOptions, require
+from moot.shipped import locate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class HeadsDrafter(InsideDrafter):
         self.family = options.family or self.kind
         self._options = options
         loaded = runner.loaded
-        head, config = RecurrentHead.load(Path(options.path))
+        head, config = RecurrentHead.load(locate(options.path))
         token_ids = head.get_buffer("token_ids")
         self._embedding, rows = target_rows(loaded, token_ids)
         problem = _problem_of(head, config, loaded, self._embedding.shape[1])
