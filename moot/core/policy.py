@@ -89,7 +89,10 @@ class PoolPolicy:
         `num_speculative_tokens`: 0 for no drafting, n for always n (not above the pool's), None for the length policy.
         """
         weights = WEIGHTS[self.weights](self.pool_weights.start(drafter_ids))
-        return RequestPolicy(self, weights, self._length(num_speculative_tokens), num_speculative_tokens is None)
+        length, most = self._length(num_speculative_tokens), self.num_speculative_tokens
+        if num_speculative_tokens is not None:
+            most = min(max(num_speculative_tokens, 0), most)
+        return RequestPolicy(self, weights, length, most, num_speculative_tokens is None)
 
     def _length(self, asked: int | None) -> LengthPolicy:
         most = self.num_speculative_tokens
@@ -116,7 +119,9 @@ class PoolPolicy:
 class RequestPolicy:
     """The policy of one request. `close` when it ends: its weights flow back into the pool's."""
 
-    def __init__(self, pool: PoolPolicy, weights: Weights, length: LengthPolicy, is_adaptive: bool) -> None:
+    def __init__(self, pool: PoolPolicy, weights: Weights, length: LengthPolicy, most: int, is_adaptive: bool) -> None:
+        """`most`: the greatest K that `length` comes to."""
+        self.most = most
         self._pool = pool
         self._weights = weights
         self._length = length
@@ -133,12 +138,12 @@ class RequestPolicy:
         """Per drafter, summing to 1."""
         return self._weights.numbers
 
-    def plan(self, generation: Generation, context_limit: int, load: Load | None = None) -> Plan:
+    def plan(self, generation: Generation, context_limit: int, load: Load | None = None, *, at_least: int = 0) -> Plan:
         """What the next round may spend. `context_limit`: of the target, prompt plus output tokens. `load`: what shares
-        the verify step; None: what shared it in the last round."""
+        the verify step; None: what shared it in the last round. `at_least`: K of an earlier plan that was put off."""
         if load is not None:
             self._load = load
-        wanted = self._length.next_length(self._load)
+        wanted = max(self._length.next_length(self._load), at_least)
         length = bound_length(wanted, generation.base_length, context_limit, generation.num_remaining)
         budget = self._pool.max_draft_tokens if length else 0
         if not self._spends_by_cost:

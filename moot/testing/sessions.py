@@ -27,6 +27,8 @@ class VerifiedSession(ScriptedSession):
     request_id: str
     num_top_candidates: int
     round_index: int = -1
+    inside_drafter_ids: tuple[str, ...] = ()
+    inside_width: int = 1
 
     def advance(self, text: ScriptedText, draft: Draft, context_limit: int) -> Verification:
         """Verify `draft` against the text and append what comes of it to the prefix."""

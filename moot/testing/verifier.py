@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 
 from moot.core.errors import SessionError
-from moot.core.types import Draft, ModelInfo, Verification
+from moot.core.types import Draft, ModelInfo, Proposal, Verification
 from moot.rpc import convert
 from moot.rpc.link import LinkConfig
 from moot.testing.server import InProcessServer
@@ -19,6 +20,9 @@ from moot.testing.streams import PeerStream, ScriptedPeer
 from moot.testing.text import ScriptedText
 from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc
+
+InsideRule = Callable[[VerifiedSession, int, int], Sequence[tuple[int, ...]]]
+"""Of a drafter inside: session, tokens and width wished, to the chains that it proposes."""
 
 _Stream = PeerStream[VerifiedSession, pb.VerifyAnswer]
 
@@ -29,7 +33,8 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
     `step_s` and `step_per_token_s`: what a step costs, in seconds. `kill_on`: request ids whose next step takes the
     whole verifier down; `poison`, `refuse_capacity`: request ids that fail by themselves at their next command;
     `forget`: those whose session is gone at their next verify. `double_answers`: every answer is sent twice;
-    `stale_answers`: before every answer one of another round and one of another session.
+    `stale_answers`: before every answer one of another round and one of another session. `inside`: drafters inside, by
+    id; Describe tells them.
     """
 
     def __init__(
@@ -66,6 +71,9 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         self.double_answers = False
         self.stale_answers = False
         self.answer_heartbeats = True
+        self.inside: dict[str, InsideRule] = {}
+        self.wishes: list[int] = []
+        """Tokens wished of drafters inside, command by command."""
         self.cache_salts: set[str] = set()
         self.largest_batch = 0
         self.largest_queue = 0
@@ -208,8 +216,9 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
             raise _Failure(pb.SessionFailed.CODE_INVALID, "the prefix does not fit the context")
         num_prompt, num_top_candidates = len(opening.prompt_token_ids), opening.num_top_candidates
         session = VerifiedSession(prefix, num_prompt, params, opening.request_id, num_top_candidates)
+        session.inside_drafter_ids, session.inside_width = tuple(opening.inside_drafter_ids), opening.inside_width
         stream.sessions[command.session_id] = session
-        return self._advance(stream, command.session_id, session, Draft())
+        return self._advance(stream, command.session_id, session, Draft(), opening.num_inside_tokens)
 
     def _verify(self, stream: _Stream, command: pb.VerifyCommand) -> Verification:
         session = stream.sessions.get(command.session_id)
@@ -226,13 +235,24 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         if len(draft) > self.max_draft_tokens or any(token >= self.info.vocab_size for token in draft.token_ids):
             raise _Failure(pb.SessionFailed.CODE_INVALID, "the draft is too long or leaves the vocabulary")
         session.round_index = message.round_index
-        return self._advance(stream, command.session_id, session, draft)
+        return self._advance(stream, command.session_id, session, draft, message.num_inside_tokens)
 
-    def _advance(self, stream: _Stream, session_id: int, session: VerifiedSession, draft: Draft) -> Verification:
+    def _advance(
+        self, stream: _Stream, session_id: int, session: VerifiedSession, draft: Draft, num_inside_tokens: int
+    ) -> Verification:
         verification = session.advance(self.text, draft, self.info.context_limit)
+        self.wishes.append(num_inside_tokens)
         if verification.finish_reason is not None:
             stream.sessions.pop(session_id, None)
+        elif num_inside_tokens:
+            verification = replace(verification, proposals=tuple(self._inside_of(session, num_inside_tokens)))
         return verification
+
+    def _inside_of(self, session: VerifiedSession, num_tokens: int) -> Iterator[Proposal]:
+        for name in session.inside_drafter_ids:
+            if name in self.inside:
+                for ids in self.inside[name](session, num_tokens, session.inside_width):
+                    yield Proposal(name, tuple(ids), (200,) * len(ids))
 
     def _fail_on_purpose(self, request_id: str) -> None:
         if request_id in self.poison:
@@ -262,6 +282,7 @@ class _Servicer(verifier_service_pb2_grpc.VerifierServiceServicer):
             max_num_seqs=verifier.max_num_seqs,
             max_draft_tokens=verifier.max_draft_tokens,
             deterministic=True,
+            drafters=[pb.InsideDrafter(drafter_id=one, kind="scripted") for one in verifier.inside],
         )
 
     def Verify(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 
 from moot.core.errors import InvalidRequest
@@ -11,7 +12,10 @@ from moot.core.policy import Plan, PoolPolicy, RequestPolicy
 from moot.core.types import Proposal, Verification
 from moot.core.voting import VoteResult, validate_proposal
 from moot.metrics import Metrics
+from services.router.inside import Inside, InsideSource
 from services.router.ports import BallotBox, Drafter, DrafterSource, Prefix, known_ids
+
+_log = logging.getLogger("moot.router.drafters")
 
 DRAFTING_ROUNDS = 50
 MIN_DRAFTING_SHARE = 0.1
@@ -59,7 +63,15 @@ class Electorate:
             chosen = [self.sources[name] for name in dict.fromkeys(names)]
         chosen = [source for source in chosen if num_speculative_tokens != 0 and source.serves(prefix)]
         policy = self.policy.open([source.drafter_id for source in chosen], num_speculative_tokens)
-        return Voters(self, prefix, chosen, names, policy, num_speculative_tokens is None)
+        return Voters(self, prefix, chosen, policy, num_speculative_tokens is None)
+
+    def admit_inside(self, drafter_id: str, family: str) -> None:
+        """A verifier has said that it holds this drafter. It stays known when that one goes: others may hold it."""
+        if not isinstance(self.sources.get(drafter_id), InsideSource | None):
+            _log.warning("drafter inside a verifier has the id of another", extra={"drafter": drafter_id})
+            return
+        self.policy.admit(drafter_id, family)
+        self.sources[drafter_id] = InsideSource(drafter_id, self.metrics)
 
     def note_round(self, has_drafted: bool) -> None:
         self.drafting_share += (has_drafted - self.drafting_share) / DRAFTING_ROUNDS
@@ -78,21 +90,21 @@ class Voters:
         electorate: Electorate,
         prefix: Prefix,
         sources: list[DrafterSource],
-        names: tuple[str, ...] | None,
         policy: RequestPolicy,
         is_adaptive: bool,
     ) -> None:
         self._electorate = electorate
         self._metrics = electorate.metrics
         self._ballots = electorate.ballots
-        self._names = names
         self._policy = policy
+        self._is_adaptive = is_adaptive
         self._drafters: list[Drafter] = [source.drafter(prefix) for source in sources]
-        self._inside: tuple[Proposal, ...] = ()
+        self._inside = prefix.inside = self._wish([one.drafter_id for one in sources if isinstance(one, InsideSource)])
+        self._postponed = 0
+        """K of a round that waits for drafters who have not been asked."""
         self._loop = asyncio.get_running_loop()
         self._asked_at = 0.0
         self._last_length: int | None = None
-        self._is_adaptive = is_adaptive
         self.num_top_candidates = 0
         if any(source.wants_top_candidates for source in sources):
             self.num_top_candidates = self._ballots.num_top_candidates
@@ -100,14 +112,14 @@ class Voters:
     def prepare(self) -> None:
         """Have the drafters read the prompt while the verifier does, unless hardly any round drafts: then a saturated
         machine is spared their work. A drafter that is asked unprepared reads the prompt first."""
-        if self._is_adaptive and self._electorate.drafting_share < MIN_DRAFTING_SHARE:
+        if self._hardly_drafts:
             return
         for drafter in self._drafters:
             drafter.prepare()
 
     def plan(self, generation: Generation, context_limit: int, max_draft_tokens: int) -> Plan:
         """What the next round may spend; `max_draft_tokens`: what the verifier takes."""
-        plan = self._policy.plan(generation, context_limit)
+        plan = self._policy.plan(generation, context_limit, at_least=self._postponed)
         length = plan.num_speculative_tokens
         if self._is_adaptive:
             self._electorate.note_round(length > 0)
@@ -115,7 +127,7 @@ class Voters:
         if length < generation.num_remaining - 1 and self._last_length not in (None, length):
             self._metrics.speculation_length_changes.inc()
         self._last_length = length
-        if not self._drafters and not self._inside:
+        if not self._drafters or self._postpones(length):
             return Plan(0, 0)
         if plan.max_draft_tokens > max_draft_tokens:
             return Plan(plan.num_speculative_tokens, max_draft_tokens, plan.value, plan.cost)
@@ -149,7 +161,7 @@ class Voters:
                 drafter.answered()
             else:
                 drafter.malformed(reason)
-        return valid + self._from_inside(plan, vocab_size)
+        return valid
 
     def vote(self, plan: Plan, proposals: list[Proposal]) -> VoteResult:
         result = self._policy.vote(plan, proposals)
@@ -174,15 +186,14 @@ class Voters:
         round_seconds: float,
     ) -> None:
         """Both durations from asking the drafters: to the vote, and to the answer's commit."""
+        # Drafting inside the verifier was asked for by this plan, too, and is paid by this round.
+        draft_seconds += verification.inside_us * 1e-6
         self._policy.learn(plan, result, advance, verification, draft_seconds, round_seconds)
 
     def hear_inside(self, verification: Verification) -> None:
         """What drafters inside the verifier propose for the next round has come with its answer."""
-        self._inside = verification.proposals
-
-    def forget_inside(self) -> None:
-        """The request has moved: what drafters inside the old verifier proposed is of another place."""
-        self._inside = ()
+        if self._inside is not None:
+            self._inside.hear(verification)
 
     def end(self, *, aborted: bool) -> None:
         for drafter in self._drafters:
@@ -190,21 +201,22 @@ class Voters:
         self._policy.close()
         self._electorate.publish_weights()
 
-    def _from_inside(self, plan: Plan, vocab_size: int) -> list[Proposal]:
-        """Proposals of drafters inside the verifier, which came with its last answer."""
-        valid: list[Proposal] = []
-        if not plan.num_speculative_tokens:
-            return valid
-        for proposal in self._inside:
-            if self._names is not None and proposal.drafter_id not in self._names:
-                continue
-            cut = plan.num_speculative_tokens
-            if len(proposal.token_ids) > cut:
-                # It was made before K was known.
-                proposal = Proposal(proposal.drafter_id, proposal.token_ids[:cut], proposal.confidences[:cut])
-            reason = validate_proposal(proposal, vocab_size, cut)
-            if reason is None:
-                valid.append(proposal)
-            else:
-                self._metrics.proposals_dropped.labels(proposal.drafter_id, reason).inc()
-        return valid
+    def _wish(self, drafter_ids: list[str]) -> Inside | None:
+        """What is asked with the opening, before there is a plan; None without a drafter inside the verifier."""
+        if not drafter_ids:
+            return None
+        return Inside(tuple(drafter_ids), self._ballots.width, 0 if self._hardly_drafts else self._policy.most)
+
+    @property
+    def _hardly_drafts(self) -> bool:
+        return self._is_adaptive and self._electorate.drafting_share < MIN_DRAFTING_SHARE
+
+    def _postpones(self, length: int) -> bool:
+        """Whether a round that may draft `length` tokens waits for the next one, because drafters inside the verifier
+        would have no part in it. It is a probe: judged without them they would never be tried. Wishes for the next."""
+        inside = self._inside
+        if inside is None:
+            return False
+        was_asked, inside.num_tokens = inside.num_tokens > 0, length
+        self._postponed = 0 if was_asked else length
+        return self._postponed > 0

@@ -47,7 +47,12 @@ class Peers:
         self._last_served = time.monotonic()
         self.draining = False
         self.targets = VerifierPool(
-            config.link_policy, config.target_policy, tokenizer_fingerprint(tokenizer), metrics, self.on_state
+            config.link_policy,
+            config.target_policy,
+            tokenizer_fingerprint(tokenizer),
+            metrics,
+            self.on_state,
+            lambda drafter: self.electorate.admit_inside(drafter.drafter_id, drafter.family),
         )
         policy = make_policy(
             vote=config.vote,
@@ -130,6 +135,7 @@ class Peers:
         _count_states(self._metrics, "drafter", [link for pool in self.pools.values() for link in pool.links.values()])
         drafts = self._config.num_speculative_tokens > 0
         alone = drafts and not self.local and not any(pool.is_available for pool in self.pools.values())
+        alone = alone and not self.targets.drafts
         self._metrics.degraded.labels("no_drafters").set(alone)
         self._metrics.degraded.labels("no_verifiers").set(not self.targets.is_available)
 

@@ -10,10 +10,13 @@ import asyncio
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from moot.core.types import Draft, Proposal, SamplingParams, Verification
 from moot.proposers.base import NO_MATERIAL, Material
+
+if TYPE_CHECKING:
+    from services.router.inside import Inside
 
 
 @dataclass(slots=True)
@@ -32,6 +35,8 @@ class Prefix:
     """When the message was read that the request went on from last (the loop's time); 0: none yet."""
     material: Material = NO_MATERIAL
     """What the request brings beside, for drafters in this process."""
+    inside: Inside | None = None
+    """Where drafters inside the verifier have a vote: what is wished of them, and what came."""
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)

@@ -218,7 +218,6 @@ class _Course:
         result = voters.vote(plan, proposals)
         verification, moved = await target.verify(result.draft)
         if moved:
-            voters.forget_inside()
             return await self._commit_opening(verification)
         delta = self._assembler.push(verification.output_token_ids)
         advance = generation.advance(
@@ -250,6 +249,7 @@ class _Course:
         """The first token, or the first one after a move. It is no round."""
         delta = self._assembler.push(verification.output_token_ids)
         self._generation.open(verification, delta.num_tokens_kept, delta.stopped)
+        self._voters.hear_inside(verification)
         await self._emit(verification, delta)
 
     async def _emit(self, verification: Verification, delta: TextDelta) -> None:

@@ -12,7 +12,7 @@ from moot.metrics import Metrics
 from services.router.links import LinkPolicy
 from services.router.ports import Prefix
 from services.router.targets import MovingTarget, numerics_of
-from services.router.verifiers import TargetPolicy, VerifierFacts, VerifierLink
+from services.router.verifiers import InsideFacts, TargetPolicy, VerifierFacts, VerifierLink
 
 
 class VerifierPool:
@@ -25,7 +25,9 @@ class VerifierPool:
         fingerprint: str,
         metrics: Metrics,
         on_state: Callable[[], None] = lambda: None,
+        on_inside: Callable[[InsideFacts], None] = lambda _: None,
     ) -> None:
+        """`on_inside` is told each drafter inside a verifier that was admitted."""
         self.links: dict[str, VerifierLink] = {}
         self.policy = target_policy
         self.metrics = metrics
@@ -35,6 +37,7 @@ class VerifierPool:
         self._link_policy = policy
         self._fingerprint = fingerprint
         self._told = on_state
+        self._on_inside = on_inside
         self._waiters: set[asyncio.Future[None]] = set()
         self._leaving: dict[VerifierLink, asyncio.Task[None]] = {}
 
@@ -46,6 +49,11 @@ class VerifierPool:
     @property
     def is_available(self) -> bool:
         return any(link.is_ready for link in self.links.values())
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a verifier that can be asked has drafters inside."""
+        return any(link.is_ready and link.facts is not None and link.facts.drafters for link in self.links.values())
 
     @property
     def fingerprint(self) -> str:
@@ -137,8 +145,7 @@ class VerifierPool:
             )
         known = self.info
         if known is None:
-            self.info = info
-            return
+            known = self.info = info
         for fact, shown in _SAME.items():
             theirs, ours = getattr(info, fact), getattr(known, fact)
             if theirs != ours:
@@ -148,6 +155,8 @@ class VerifierPool:
                 f"verifier at {address} has a context of {info.context_limit} tokens, "
                 f"less than the {known.context_limit} that requests here may have"
             )
+        for drafter in facts.drafters:
+            self._on_inside(drafter)
 
 
 _SAME = {

@@ -60,6 +60,15 @@ class TargetPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class InsideFacts:
+    """A drafter inside a verifier."""
+
+    drafter_id: str
+    kind: str
+    family: str
+
+
+@dataclass(frozen=True, slots=True)
 class VerifierFacts:
     """What Describe said of the verifier at one address."""
 
@@ -69,6 +78,8 @@ class VerifierFacts:
     max_draft_tokens: int
     kv_capacity_tokens: int
     deterministic: bool
+    drafters: tuple[InsideFacts, ...] = ()
+    """Those that live inside it."""
 
 
 class VerifierLink(PeerLink[pb.VerifyCommand]):
@@ -124,6 +135,10 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         opening.sampling.CopyFrom(convert.sampling_to_pb(prefix.params))
         opening.cache_salt = prefix.cache_salt
         opening.num_top_candidates = num_top_candidates
+        if prefix.inside is not None:
+            opening.inside_drafter_ids.extend(prefix.inside.drafter_ids)
+            opening.inside_width = prefix.inside.width
+            opening.num_inside_tokens = prefix.inside.num_tokens
         self.send(command)
         session.expect(-1, len(prefix), Draft(), self._target_policy.open_timeout_s)
         self._sessions[session.session_id] = session
@@ -172,6 +187,7 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
             max_draft_tokens=answer.max_draft_tokens,
             kv_capacity_tokens=answer.kv_capacity_tokens,
             deterministic=answer.deterministic,
+            drafters=tuple(InsideFacts(one.drafter_id, one.kind, one.family or one.kind) for one in answer.drafters),
         )
         self._admit(self.address, facts)
         self.facts = facts

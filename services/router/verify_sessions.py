@@ -62,8 +62,10 @@ class VerifySession:
         """Send a draft; its place in the pool must be reserved. Raises PeerLost."""
         round_index = self._round_index + 1
         self.link.pool.enter(self.session_id)
+        inside = self._prefix.inside
+        command = convert.draft_to_pb(draft, round_index, base_length, inside.num_tokens if inside else 0)
         self.link.send(
-            pb.VerifyCommand(session_id=self.session_id, verify=convert.draft_to_pb(draft, round_index, base_length)),
+            pb.VerifyCommand(session_id=self.session_id, verify=command),
             self._prefix.heard_at,
         )
         self.expect(round_index, base_length, draft, timeout_s)

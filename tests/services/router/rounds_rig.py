@@ -163,7 +163,13 @@ async def rig(
     servers = [*verifiers, *(drafter for pool in drafters.values() for drafter in pool)]
     for server in servers:
         await server.start()
-    targets = VerifierPool(link, target, "scripted", metrics)
+    targets = VerifierPool(
+        link,
+        target,
+        "scripted",
+        metrics,
+        on_inside=lambda one: electorate.admit_inside(one.drafter_id, one.family),
+    )
     bundle = make_policy(**({"num_speculative_tokens": 6, "length": "fixed", "shape": "chain"} | policy))
     electorate = Electorate(bundle, ballots, metrics)
     pools = {
