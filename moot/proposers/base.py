@@ -40,6 +40,15 @@ class Ask(Generic[SessionT]):
 
 
 @dataclass(frozen=True, slots=True)
+class PathAsk(Generic[SessionT]):
+    """What a drafter asks of its cheaper stage: ids that may follow the prefix and `path`, which is not committed."""
+
+    session: SessionT
+    path: Sequence[int]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Material:
     """What a request brings beside its prefix. Only drafters inside the router's process are told of it."""
 
@@ -95,6 +104,16 @@ class Proposer(ABC, Generic[SessionT]):
     @abstractmethod
     def propose(self, asks: Sequence[Ask[SessionT]]) -> list[list[Chain]]:
         """For each ask its chains, best first; an empty list abstains. A failure in one ask must not harm others."""
+
+    def after(self, asks: Sequence[PathAsk[SessionT]]) -> list[tuple[int, ...]]:
+        """For each ask at most `num_tokens` ids after prefix and path; none abstains. Sessions stay as they are."""
+        return [self.ids_after(ask.session, ask.path, ask.num_tokens) for ask in asks]
+
+    def ids_after(self, session: SessionT, path: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        """One such answer: here, the rest of its own proposal, where that begins with `path`."""
+        chains = self.propose([Ask(session, len(path) + num_tokens)])[0]
+        ids = chains[0].token_ids if chains else ()
+        return ids[len(path) :] if ids[: len(path)] == tuple(path) else ()
 
     def warm(self, session: SessionT) -> bool:
         """Called while idle after open: do ahead of time some of what the first proposal would have to do.

@@ -20,11 +20,13 @@ from moot.model.backend import choose_runner
 from moot.model.load import load_model
 from moot.model.placement import DTYPES
 from moot.model.sampler import Sampler
-from moot.proposers.base import Ask, Chain, Proposer
+from moot.proposers.base import Ask, Chain, PathAsk, Proposer
 from moot.proposers.neural_drafting import NeuralDrafting
 from moot.proposers.neural_feed import SessionFeed
 from moot.proposers.neural_session import Drafted, NeuralSession
+from moot.proposers.neural_stage import GuessingStage
 from moot.proposers.options import ProposerOptions, require
+from moot.proposers.staging import make_stage
 from moot.shipped import locate
 
 
@@ -42,6 +44,10 @@ class NeuralOptions(ProposerOptions):
     min_confidence: float = option(0.0, help="a chain ends before a token less probable than this")
     sharpen: float = option(1.0, help="multiplies the logits at temperature > 0; above 1 helps weak models")
     prefill_chunk: int = option(256, help="tokens of one session fed in one forward")
+    stages: str = option(
+        "", help="cheaper drafters that guess what this one then looks at: kind[~option=value]...[+kind...]"
+    )
+    stage_tokens: int = option(8, help="tokens guessed for one forward at most")
 
     def __post_init__(self) -> None:
         require(self.vocab_size >= 0, "vocab_size", "must not be negative")
@@ -50,6 +56,7 @@ class NeuralOptions(ProposerOptions):
         require(0.0 <= self.min_confidence <= 1.0, "min_confidence", "must be in 0..1")
         require(self.sharpen > 0.0, "sharpen", "must be positive")
         require(self.prefill_chunk > 0, "prefill_chunk", "must be positive")
+        require(self.stage_tokens > 0, "stage_tokens", "must be positive")
 
 
 class NeuralProposer(Proposer[NeuralSession]):
@@ -71,11 +78,22 @@ class NeuralProposer(Proposer[NeuralSession]):
         self.device = self._runner.device.type
         self._feed = SessionFeed(self._runner, options.prefill_chunk)
         sampler = Sampler(self.vocab_size, info.end_token_ids)
-        self._drafting = NeuralDrafting(self._feed, sampler, options.min_confidence, options.sharpen)
+        self._stage: GuessingStage | None = None
+        if options.stages:
+            stage = make_stage(options.stages, self.vocab_size, self.tokenizer_fingerprint)
+            self._stage = GuessingStage(
+                stage, options.stage_tokens, self.context_limit, self._num_embeddings, self._runner.pool
+            )
+        self._drafting = NeuralDrafting(self._feed, sampler, options.min_confidence, options.sharpen, self._stage)
 
     @property
     def kv_used_tokens(self) -> int:
         return self._runner.pool.used_tokens
+
+    @property
+    def stage_counts(self) -> tuple[int, int]:
+        """Ids that the stages guessed, and those of them that became part of a proposal or of the path behind it."""
+        return (self._stage.num_guessed if self._stage else 0), self._drafting.num_gone_along
 
     def open(self, prefix: Sequence[int], params: SamplingParams) -> NeuralSession:
         # min_tokens and the penalties over the output need to know where the prompt ends, which no proposal is worth.
@@ -83,7 +101,10 @@ class NeuralProposer(Proposer[NeuralSession]):
         session = NeuralSession(own, self._runner.new_cache())
         session.history = History(()) if own.has_penalties else None
         self._feed.add(session)
-        self.extend(session, prefix)
+        if prefix:
+            session.commit(prefix)
+        if self._stage is not None:
+            session.stage = self._stage.proposer.open(prefix, params)
         return session
 
     def extend(
@@ -91,6 +112,8 @@ class NeuralProposer(Proposer[NeuralSession]):
     ) -> None:
         if token_ids:
             session.commit(token_ids)
+            if self._stage is not None:
+                self._stage.proposer.extend(session.stage, token_ids, top_candidates)
 
     def propose(self, asks: Sequence[Ask[NeuralSession]]) -> list[list[Chain]]:
         lengths = [self._room(ask) for ask in asks]
@@ -113,12 +136,28 @@ class NeuralProposer(Proposer[NeuralSession]):
                 answers.append([_chain(path)] if path else [])
         return answers
 
+    def after(self, asks: Sequence[PathAsk[NeuralSession]]) -> list[tuple[int, ...]]:
+        """What is drafted after a path that was asked for before goes on where that ended."""
+        answers: list[tuple[int, ...]] = [()] * len(asks)
+        known = [index for index, ask in enumerate(asks) if max(ask.path, default=0) < self._num_embeddings]
+        for index in known:
+            asks[index].session.suppose(asks[index].path)
+        found = self.propose([Ask(asks[index].session, asks[index].num_tokens) for index in known])
+        for index, chains in zip(known, found, strict=True):
+            asks[index].session.take_back()
+            answers[index] = chains[0].token_ids if chains else ()
+        return answers
+
     def warm(self, session: NeuralSession) -> bool:
-        """Prefill one chunk of all but the last token."""
-        return self._is_usable(session) and bool(self._feed.prefill_chunks([session], [session]))
+        """Prefill one chunk of all but the last token; then let the stage do the like."""
+        if self._is_usable(session) and self._feed.prefill_chunks([session], [session]):
+            return True
+        return self._stage is not None and self._stage.proposer.warm(session.stage)
 
     def close(self, session: NeuralSession) -> None:
         self._feed.remove(session)
+        if self._stage is not None:
+            self._stage.proposer.close(session.stage)
 
     def _is_usable(self, session: NeuralSession) -> bool:
         return 0 < len(session.tokens) < self.context_limit and session.highest_id < self._num_embeddings

@@ -1,45 +1,77 @@
-"""How a draft model drafts: chains, one token a forward for all sessions together, and branches as one tree each."""
+"""How a draft model drafts: chains, a token or a guess a forward for all sessions together, and branches as trees."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from moot.core.acceptance import walk
+from moot.core.types import Draft
 from moot.model.sampler import Sampler
 from moot.proposers.neural_feed import SessionFeed
 from moot.proposers.neural_session import Drafted, NeuralSession
+from moot.proposers.neural_stage import GuessingStage
+
+_NOTHING = -1
 
 
 class NeuralDrafting:
-    """`min_confidence`: a path ends before a token less probable. `sharpen`: multiplies the logits that are sampled."""
+    """`min_confidence`: a path ends before a token less probable. `sharpen`: multiplies the logits that are sampled.
 
-    def __init__(self, feed: SessionFeed, sampler: Sampler, min_confidence: float, sharpen: float) -> None:
+    `stage`: who guesses what comes next, so that one forward may lengthen a path by several tokens.
+    """
+
+    def __init__(
+        self,
+        feed: SessionFeed,
+        sampler: Sampler,
+        min_confidence: float,
+        sharpen: float,
+        stage: GuessingStage | None = None,
+    ) -> None:
+        self._stage = stage
+        self.num_gone_along = 0
+        """Ids of guesses that became part of a path."""
         self._feed = feed
         self._sampler = sampler
         self._min_confidence = min_confidence
         self._sharpen = sharpen
 
     def chains(self, goals: Sequence[tuple[NeuralSession, int]], ahead: set[int]) -> None:
-        """Lengthen every session's path to its goal, one token a forward. `ahead`: identities of those who give way."""
+        """Lengthen every path to its goal, or by a guess past it. `ahead`: identities of sessions that give way."""
         while goals := [(s, goal) for s, goal in goals if len(s.ahead) < goal and not s.stopped]:
             asked = [session for session, _ in goals if id(session) not in ahead]
             self._feed.prefill(asked)
             # One that gives way may have lost its cache to an ask by now.
             fit = [s for s, _ in goals if not s.stopped and not (id(s) in ahead and s.num_missing > 0)]
-            work = [(session, session.last_id()) for session in fit]
+            guesses = [()] * len(fit) if self._stage is None else self._stage.guesses(fit)
+            work = [(session, session.last_id(guess)) for session, guess in zip(fit, guesses, strict=True)]
             rows: list[Tensor] = []
-            fed: list[NeuralSession] = []
-            for session, _, logits in self._feed.forward(work, asked, ahead):
+            fed: list[tuple[NeuralSession, tuple[int, ...]]] = []
+            for (session, _, logits), guess in zip(self._feed.forward(work, asked, ahead), guesses, strict=True):
                 if logits is not None:
-                    session.cache.commit((0,))
                     rows.append(logits)
-                    fed.append(session)
-            unfed = ahead.difference(map(id, fed))
+                    fed.append((session, guess))
+            unfed = ahead.difference(id(session) for session, _ in fed)
             goals = [(session, goal) for session, goal in goals if id(session) not in unfed]
-            if fed:
-                self._lengthen(torch.cat(rows), fed)
+            self._take(fed, rows)
+
+    def _take(self, fed: Sequence[tuple[NeuralSession, tuple[int, ...]]], rows: Sequence[Tensor]) -> None:
+        """Sessions that were fed their path's end and a guess, with the rows of both."""
+        single: list[NeuralSession] = []
+        ends: list[Tensor] = []
+        for (session, guess), logits in zip(fed, rows, strict=True):
+            if guess:
+                self._go_along(session, guess, logits)
+            else:
+                session.cache.commit((0,))
+                single.append(session)
+                ends.append(logits)
+        if single:
+            self._lengthen(torch.cat(ends), single)
 
     def branches(self, goals: Sequence[tuple[NeuralSession, int, int]]) -> dict[int, list[list[Drafted]]]:
         """Per session up to `width` paths that part at their first token. The first one becomes `ahead`.
@@ -113,6 +145,36 @@ class NeuralDrafting:
                 session.ahead.append(entry)
             session.stopped = entry is None or self._ends(session, entry[0])
 
+    def _go_along(self, session: NeuralSession, guess: Sequence[int], logits: Tensor) -> None:
+        """Lengthen the path by as much of a guess as the draft's own rule says too, and by one own token.
+
+        `logits`: [1 + ids guessed, vocab].
+        """
+        paths = [[*session.ahead, *((token, 0) for token in guess[:n])] for n in range(len(guess) + 1)]
+        known: list[Drafted | None] = []
+        if not self._sampler.needs_row(session.params, 0):
+            known = self._next([(session, path) for path in paths], logits)
+        drafted: list[Drafted] = []
+
+        def token_at(node: int, _: tuple[int, ...]) -> int:
+            row = node + 1
+            # Drawing is dear: only for rows that are reached, where it is for one.
+            entry = known[row] if known else self._next([(session, paths[row])], logits[row : row + 1])[0]
+            if entry is None:
+                return _NOTHING
+            drafted.append(entry)
+            return entry[0]
+
+        def is_end(token: int, _: int) -> bool:
+            return token == _NOTHING or self._ends(session, token)
+
+        found = walk(Draft.chain(tuple(guess)), token_at, is_end, sys.maxsize)
+        # The path's end is fed when the path is to be lengthened, as without a guess.
+        session.cache.commit(range(len(found.output_token_ids)))
+        session.ahead.extend(drafted)
+        session.stopped = found.finish is not None
+        self.num_gone_along += found.num_accepted
+
     def _next(self, paths: Sequence[tuple[NeuralSession, list[Drafted]]], logits: Tensor) -> list[Drafted | None]:
         """The token after each path; None where the row is not finite or the token too unlikely.
 
@@ -122,7 +184,8 @@ class NeuralDrafting:
         for index, (session, path) in enumerate(paths):
             if tokens[index] is not None and self._sampler.needs_row(session.params, 0):
                 past = session.history
-                history = None if past is None else past.with_path([token for token, _ in path])
+                supposed = session.tokens[len(session.tokens) - session.num_tentative :]
+                history = None if past is None else past.with_path([*supposed, *(token for token, _ in path)])
                 (tokens[index],) = self._sampler.draft_tokens(
                     logits[index : index + 1],
                     [session.params],

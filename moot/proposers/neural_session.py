@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from moot.core.history import History
 from moot.core.types import ROOT, SamplingParams
@@ -28,6 +29,10 @@ class NeuralSession:
     """Nothing can be drafted after `ahead`: too unlikely, not finite, ended, or no capacity."""
     history: History | None = None
     highest_id: int = -1
+    stage: Any = None
+    """The session of the cheaper stage, which is told the prefix less the tentative ids."""
+    num_tentative: int = 0
+    """Of the prefix's last ids, those that are there for one question only."""
 
     @property
     def num_missing(self) -> int:
@@ -58,6 +63,22 @@ class NeuralSession:
         if self.history is not None:
             self.history.append(token_ids)
 
+    def suppose(self, token_ids: Sequence[int]) -> None:
+        """Lengthen the prefix for one question; `take_back` ends it. Counts for penalties stay those of the prefix."""
+        if token_ids:
+            history, self.history, highest = self.history, None, self.highest_id
+            self.commit(token_ids)
+            self.history, self.highest_id = history, highest
+            self.num_tentative = len(token_ids)
+
+    def take_back(self) -> None:
+        """What was supposed lies ahead of the prefix from now on, and what was drafted after it behind that."""
+        if self.num_tentative:
+            supposed = self.tokens[-self.num_tentative :]
+            del self.tokens[-self.num_tentative :]
+            self.ahead = [*((token, 0) for token in supposed), *self.ahead]
+            self.num_tentative = 0
+
     def drop_path(self) -> None:
         """Forget what was drafted; the prefix's last id is to be fed again, for the row that branches start from."""
         self.cache.crop(min(self.cache.length, max(len(self.tokens) - 1, 0)))
@@ -67,10 +88,14 @@ class NeuralSession:
         """Feeds up to `limit` of the missing ids."""
         return SequenceInput(self.cache, self.path(self.cache.length)[: min(self.num_missing, limit)])
 
-    def last_id(self) -> SequenceInput:
-        """Feeds the path's end, whose row says what comes next; again where a draft had stopped right behind it."""
+    def last_id(self, guess: Sequence[int] = ()) -> SequenceInput:
+        """Feeds the path's end, whose row says what comes next; again where a draft had stopped right behind it.
+
+        `guess`: fed behind it, with a row for each id of it.
+        """
         self.cache.crop(min(self.cache.length, len(self.tokens) + len(self.ahead) - 1))
-        return SequenceInput(self.cache, self.path(self.cache.length), None, (0,))
+        token_ids = [*self.path(self.cache.length), *guess]
+        return SequenceInput(self.cache, token_ids, None, range(len(token_ids)))
 
     def tree(self, paths: Sequence[Sequence[Drafted]], live: Sequence[int]) -> SequenceInput:
         """Feeds the paths `live` after the prefix as one tree; logits wanted at their ends."""

@@ -119,11 +119,13 @@ class NgramProposer(ModelFreeProposer[NgramSession]):
             if len(first_ids) >= width:
                 break
         for token, byte in list(first_ids.items())[:width]:
-            yield self._chain(session, token, byte, num_tokens)
+            tail = [*session.tokens[-self._max_order :], token]
+            yield self._chain(session, tail, [token], [byte], num_tokens)
 
-    def _chain(self, session: NgramSession, token: int, byte: int, num_tokens: int) -> Chain:
-        tail = [*session.tokens[-self._max_order :], token]
-        ids, confidences = [token], [byte]
+    def _chain(
+        self, session: NgramSession, tail: list[int], ids: list[int], confidences: list[int], num_tokens: int
+    ) -> Chain:
+        """`ids`, the last ones of `tail`, made longer by what mostly follows it."""
         while len(ids) < num_tokens:
             for size in range(min(self._max_order, len(tail)), self._min_order - 1, -1):
                 found = self._successors(session, tail[-size:], 1)
@@ -135,6 +137,12 @@ class NgramProposer(ModelFreeProposer[NgramSession]):
             else:
                 break
         return Chain(tuple(ids), tuple(confidences))
+
+    def ids_after(self, session: NgramSession, path: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        if not path:
+            return super().ids_after(session, path, num_tokens)
+        tail = [*session.tokens[-self._max_order :], *path]
+        return self._chain(session, tail, [], [], num_tokens).token_ids
 
     def _successors(self, session: NgramSession, context: Sequence[int], width: int) -> Successors | None:
         if self._table is not None:

@@ -64,6 +64,13 @@ class PromptLookupProposer(ModelFreeProposer[PromptLookupSession]):
                 first_ids.add(tokens[index])
                 yield Chain(copy_from(tokens, index, num_tokens), (32 * size - 1,) * num_tokens)
 
+    def ids_after(self, session: PromptLookupSession, path: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        tokens = session.tokens + array("I", path)
+        followers = latest_followers(tokens, self._sizes.stop - 1)
+        if len(followers) < self._sizes.start:
+            return ()
+        return copy_from(tokens, followers[-1], num_tokens)
+
     def close(self, session: PromptLookupSession) -> None:
         session.tokens = array("I")
 

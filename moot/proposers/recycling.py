@@ -103,6 +103,14 @@ class RecyclingProposer(ModelFreeProposer[RecyclingSession]):
             confidences.append(_byte(row.streak, 0))
         return Chain(tuple(ids), tuple(confidences))
 
+    def ids_after(self, session: RecyclingSession, path: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        ids: list[int] = []
+        row = self._row(session, path[-1] if path else session.last)
+        while row.token_ids and len(ids) < num_tokens:
+            ids.append(row.token_ids[0])
+            row = self._row(session, ids[-1])
+        return tuple(ids)
+
     def _row(self, session: RecyclingSession, token: int) -> _Row:
         return session.rows.get(token) or _Row(self._shared.get(token, []))
 

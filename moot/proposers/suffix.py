@@ -16,7 +16,7 @@ from pathlib import Path
 
 from moot.config import option
 from moot.proposers.base import Chain
-from moot.proposers.datastore import Datastore
+from moot.proposers.datastore import DEPTH, Datastore
 from moot.proposers.model_free import ModelFreeProposer, PrefixSession, window_start
 from moot.proposers.options import ProposerOptions, require
 from moot.proposers.suffix_automaton import ROOT_STATE, SuffixAutomaton
@@ -78,17 +78,29 @@ class SuffixProposer(ModelFreeProposer[SuffixSession]):
     def chains(self, session: SuffixSession, num_tokens: int, width: int) -> Iterator[Chain]:
         automaton = session.automaton
         own_length = automaton.length[automaton.match()]
-        stored, stored_length = self._stored(session, num_tokens)
+        stored, stored_length = self._stored(session.tokens, num_tokens)
         if stored is not None and stored_length > own_length:
             yield stored
         yield from self._own(automaton, num_tokens, width)
         if stored is not None and stored_length <= own_length:
             yield stored
 
-    def _stored(self, session: SuffixSession, num_tokens: int) -> tuple[Chain | None, int]:
+    def ids_after(self, session: SuffixSession, path: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        if not path:
+            return super().ids_after(session, path, num_tokens)
+        automaton = session.automaton
+        state, own_length = automaton.follow(path)
+        stored, stored_length = self._stored([*session.tokens[-DEPTH:], *path], num_tokens)
+        if stored is not None and stored_length > own_length:
+            return stored.token_ids
+        if own_length < self._min_match:
+            return ()
+        return self._walk(automaton, state, self._best(automaton, state), num_tokens).token_ids
+
+    def _stored(self, tokens: Sequence[int], num_tokens: int) -> tuple[Chain | None, int]:
         if self._datastore is None:
             return None, 0
-        found = self._datastore.continuation(session.tokens, num_tokens)
+        found = self._datastore.continuation(tokens, num_tokens)
         if found.match_length < self._min_match or not found.token_ids:
             return None, 0
         confidences = tuple(confidence_byte(found.match_length, share) for share in found.shares)

@@ -6,6 +6,8 @@ set of end positions; `length` is that of the longest, `link` leads to the longe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 ROOT_STATE = 0
 
 
@@ -74,6 +76,18 @@ class SuffixAutomaton:
     def match(self) -> int:
         """The state of the longest suffix of the text that also occurred earlier; ROOT_STATE for none."""
         return max(self.link[self._last], ROOT_STATE)
+
+    def follow(self, path: Sequence[int]) -> tuple[int, int]:
+        """State and length of the longest suffix of text + path that occurs in the text; the text stays as it is."""
+        state, length = self._last, self.length[self._last]
+        for token in path:
+            while state > ROOT_STATE and token not in self.next[state]:
+                state = self.link[state]
+                length = self.length[state]
+            if token in self.next[state]:
+                state = self.next[state][token]
+                length += 1
+        return state, length
 
     def shorter(self, state: int) -> int:
         """The state of the longest proper suffix that occurred in more places."""
