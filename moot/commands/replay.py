@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from moot.client import Client
@@ -134,7 +135,7 @@ def _record(argv: Sequence[str]) -> int:
     prompts = read_prompts(config.prompts, config.held_out, config.limit)
     model = str(prepared_model(config.target, say))
     # Imports torch: not before the flags are known to be right.
-    from moot.replay.making import Machine, TextPlan, make_texts
+    from moot.replay.making import Machine, TextPlan, make_texts, target_runner
 
     plan = TextPlan(
         model=model,
@@ -149,8 +150,10 @@ def _record(argv: Sequence[str]) -> int:
     served_by = Client(config.url, config.api_key) if config.url else None
     meta, texts = make_texts(config.out, plan, machine, prompts, say, served_by)
     asking = Asking(config.num_speculative_tokens, config.width)
+    # For drafters that live inside the verifier: loaded when the first one needs it, once for all.
+    target = cache(lambda: target_runner(plan, machine))
     for entry in entries:
-        record_drafter(config.out, entry, texts, meta.vocab_size, asking, say)
+        record_drafter(config.out, entry, texts, meta.vocab_size, asking, say, target)
     tokens = sum(len(text.output_token_ids) for text in texts)
     print(f"{len(texts)} texts, {tokens} tokens, {len(entries)} drafters: {config.out}")
     return 0

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from moot.core.errors import ConfigError
 
+INSIDE_KINDS = ("heads",)
+"""Kinds that live inside the verifier (moot.proposers.inside)."""
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterEntry:

@@ -19,10 +19,8 @@ from moot.core.history import History
 from moot.core.types import SamplingParams
 from moot.model.runner import ModelRunner
 from moot.proposers.base import Chain
-from moot.proposers.entries import DrafterEntry, parse_entries
+from moot.proposers.entries import INSIDE_KINDS, DrafterEntry, parse_entries
 from moot.proposers.options import parse_options
-
-INSIDE_KINDS = ("heads",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from moot.core.noise import choice_seed
 from moot.core.types import FinishReason, SamplingParams
 from moot.model.backend import choose_runner
 from moot.model.load import load_model
+from moot.model.runner import ModelRunner
 from moot.replay.folder import Meta, read_meta, write_meta
 from moot.replay.prompts import Prompt
 from moot.replay.recorder import SAVE_EVERY_S, Progress, Say, TextFile
@@ -50,6 +51,13 @@ class Machine:
     num_rows: int = 16
 
 
+def target_runner(plan: TextPlan, machine: Machine) -> ModelRunner:
+    """What computes the target of a recording. Raises ModelRefused and ConfigError."""
+    loaded = load_model(plan.model, machine.device, plan.dtype, num_threads=machine.num_threads)
+    num_tokens = max(machine.num_rows, 1) * min(KV_TOKENS_PER_ROW, loaded.info.context_limit)
+    return choose_runner(loaded, num_tokens, plan.deterministic)
+
+
 def make_texts(
     folder: Path, plan: TextPlan, machine: Machine, prompts: Sequence[Prompt], say: Say, served_by: Client | None = None
 ) -> tuple[Meta, list[TargetText]]:
@@ -66,11 +74,10 @@ def make_texts(
     if known is not None and not file.missing:
         say("texts: recorded already")
         return known, file.texts
-    loaded = load_model(plan.model, machine.device, plan.dtype, num_threads=machine.num_threads)
     rows = max(machine.num_rows, 1)
-    runner = choose_runner(loaded, rows * min(KV_TOKENS_PER_ROW, loaded.info.context_limit), plan.deterministic)
+    runner = target_runner(plan, machine)
     target = Target(runner, plan.num_candidates)
-    info = loaded.info
+    loaded, info = runner.loaded, runner.info
     origin = "the target, plain decoding" if served_by is None else "a server, looked at with the target"
     origin += f"; numerics {runner.numerics_fingerprint}"
     meta = Meta(info.model, info.tokenizer_fingerprint, info.vocab_size, info.context_limit, origin, settings)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from moot.core.errors import ConfigError
-from moot.proposers.base import Proposer
-from moot.proposers.entries import DrafterEntry
+from moot.proposers.entries import INSIDE_KINDS, DrafterEntry
 from moot.proposers.registry import create, load_kind
 from moot.replay.folder import TEXTS, drafter_path
 from moot.replay.proposals import DrafterFacts, ProposalRecord, load_record, record_text, save_record
 from moot.replay.texts import TargetText, load_texts, save_texts
 from moot.shipped import locate
+
+if TYPE_CHECKING:
+    from moot.model.runner import ModelRunner
 
 SAVE_EVERY_S = 10.0
 Say = Callable[[str], None]
@@ -80,18 +83,25 @@ class Asking:
 
 
 def record_drafter(
-    folder: Path, entry: DrafterEntry, texts: Sequence[TargetText], vocab_size: int, asking: Asking, say: Say
+    folder: Path,
+    entry: DrafterEntry,
+    texts: Sequence[TargetText],
+    vocab_size: int,
+    asking: Asking,
+    say: Say,
+    target: Callable[[], ModelRunner] | None = None,
 ) -> ProposalRecord:
     """Ask a drafter at every place of every text, from where an interrupted recording of the same drafter ended.
 
-    Raises ConfigError where the folder holds another drafter of that name.
+    `target`: gives the model that wrote the texts, for drafters that live inside the verifier. Raises ConfigError where
+    the folder holds another drafter of that name.
     """
     path = drafter_path(folder, entry.drafter_id)
-    proposer = create(entry.kind, {"vocab_size": vocab_size, **entry.options})
+    speaker = _speaker(entry, vocab_size, target)
     facts = DrafterFacts(
         entry.drafter_id,
         entry.kind,
-        proposer.family,
+        speaker.family,
         entry.options,
         asking.num_speculative_tokens,
         asking.width,
@@ -106,19 +116,47 @@ def record_drafter(
         say(f"{entry.drafter_id}: recorded already")
         return record
     first = record.num_texts
-    if first and proposer.shares_sessions:
+    if first and speaker.shares_sessions:
         # What it proposes depends on the texts before.
         record, first = ProposalRecord(facts), 0
-    _record(proposer, texts[first:], record, path, Progress(say, entry.drafter_id, len(texts), first))
+    _record(speaker.record, texts[first:], record, path, Progress(say, entry.drafter_id, len(texts), first))
     return record
 
 
+@dataclass(frozen=True, slots=True)
+class _Speaker:
+    """Whoever is recorded."""
+
+    family: str
+    shares_sessions: bool
+    record: Callable[[TargetText, ProposalRecord], None]
+
+
+def _speaker(entry: DrafterEntry, vocab_size: int, target: Callable[[], ModelRunner] | None) -> _Speaker:
+    if entry.kind not in INSIDE_KINDS:
+        proposer = create(entry.kind, {"vocab_size": vocab_size, **entry.options})
+        return _Speaker(proposer.family, proposer.shares_sessions, partial(record_text, proposer))
+    if target is None:
+        raise ConfigError(f"drafter {entry.drafter_id} lives inside the verifier: its target is needed")
+    # Brings torch, which the other kinds need not.
+    from moot.proposers.inside import create_inside
+    from moot.replay.inside import record_inside
+
+    runner = target()
+    drafter = create_inside(entry, runner)
+    return _Speaker(drafter.family, False, partial(record_inside, drafter, runner))
+
+
 def _record(
-    proposer: Proposer[Any], texts: Sequence[TargetText], record: ProposalRecord, path: Path, progress: Progress
+    record_one: Callable[[TargetText, ProposalRecord], None],
+    texts: Sequence[TargetText],
+    record: ProposalRecord,
+    path: Path,
+    progress: Progress,
 ) -> None:
     saved_at = time.monotonic()
     for text in texts:
-        record_text(proposer, text, record)
+        record_one(text, record)
         progress.step()
         if time.monotonic() - saved_at > SAVE_EVERY_S:
             save_record(path, record)
@@ -129,8 +167,10 @@ def _record(
 def num_bytes_of(entry: DrafterEntry) -> int:
     """Of the files and folders that the options name: tables, datastores, models."""
     total = 0
-    names = {field.name for field in fields(load_kind(entry.kind).options)}
-    for name in ("datastore", "table", "model", "heads"):
+    names = {"path"}
+    if entry.kind not in INSIDE_KINDS:
+        names = {field.name for field in fields(load_kind(entry.kind).options)}
+    for name in ("datastore", "table", "model", "path"):
         if name in names and (value := entry.options.get(name)):
             path = locate(value)
             files = path.rglob("*") if path.is_dir() else [path]
