@@ -33,6 +33,9 @@ class SystemConfig:
         ("suffix", "prompt_lookup", "recycling"),
         help="drafter kinds to start, one process each; repeat a kind as kind:name",
     )
+    inside_drafters: tuple[str, ...] = option(
+        (), help="drafters inside the verifier, which propose with each answer: [id=]kind[:option=value]... each"
+    )
     api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: everybody may call)")
     redis_url: str | None = option(
         None, help="Redis 7 or Valkey server for the requests' records; none: one is started; 'off': no records"
@@ -162,6 +165,7 @@ def _verifier_flags(config: SystemConfig, model: Path | str) -> list[str]:
         *("--model", str(model), "--num-threads", str(threads)),
         *("--host", LOOPBACK, "--port", "0", "--metrics-port", "0"),
         *("--device", config.device, "--dtype", config.dtype, "--log-level", config.log_level),
+        *(("--drafters", ",".join(config.inside_drafters)) if config.inside_drafters else ()),
     ]
 
 
