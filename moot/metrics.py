@@ -73,6 +73,7 @@ class Metrics:
         self.proposals_dropped = self._counter(
             "proposals_dropped", "Proposals that had no vote, and why.", "drafter", "reason"
         )
+        self.asks_spared = self._counter("asks_spared", "Questions that dear drafters were spared by a sure cheap one.")
         self.answers_dropped = self._counter(
             "answers_dropped", "Answers of peers that fitted no open wait, and why.", "role", "reason"
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from moot.core.ballot import PREFIX
 from moot.core.calibration import Calibration, ShareAcceptance
+from moot.core.cascade import ALWAYS_ASK, expected_share, is_dear
 from moot.core.costs import DraftCost, RoundTimes, VerifyCost
 from moot.core.errors import ConfigError
 from moot.core.generation import Advance, Generation
@@ -82,6 +83,8 @@ class PoolPolicy:
     usual: RoundTimes | None = None
     rows: float = 1.0
     """The most tokens that a request of late has had in one step."""
+    cascade: float = ALWAYS_ASK
+    """Part of K that the best proposal of cheap drafters must be expected to bring for dear ones not to be asked."""
 
     def open(self, drafter_ids: Sequence[str], num_speculative_tokens: int | None = None) -> RequestPolicy:
         """The policy of one request with this electorate.
@@ -153,6 +156,19 @@ class RequestPolicy:
         value = self._seconds / self._tokens if self._tokens else seconds(before)
         # A slower step is paid by each of its requests.
         return Plan(length, budget, value, lambda num_tokens: requests * seconds(before + num_tokens))
+
+    @property
+    def has_cascade(self) -> bool:
+        return self._pool.cascade < ALWAYS_ASK
+
+    def is_dear(self, answer_seconds: float | None) -> bool:
+        """Of a drafter whose answers usually take so long: whether it is asked only where cheaper ones are not sure."""
+        return self.has_cascade and is_dear(answer_seconds, self._usual.total if self._usual else None)
+
+    def is_sure(self, plan: Plan, proposals: Sequence[Proposal]) -> bool:
+        """Whether these proposals make it needless to ask further drafters."""
+        pool, length = self._pool, plan.num_speculative_tokens
+        return self.has_cascade and expected_share(proposals, pool.calibration, length) >= pool.cascade
 
     def vote(self, plan: Plan, proposals: Sequence[Proposal]) -> VoteResult:
         """One draft out of valid proposals (see voting.validate_proposal)."""
@@ -272,10 +288,12 @@ def make_policy(
     num_speculative_tokens: int = 8,
     max_draft_tokens: int = 16,
     families: Mapping[str, str] | None = None,
+    cascade: float = ALWAYS_ASK,
 ) -> PoolPolicy:
-    """A bundle from names. Raises ConfigError for an unknown name, with the known ones, and for negative limits.
+    """A bundle from names. Raises ConfigError for an unknown name, with the known ones, and for limits out of range.
 
-    `num_speculative_tokens`: the greatest K; `max_draft_tokens`: nodes in one draft; `families`: drafter id to family.
+    `num_speculative_tokens`: the greatest K; `max_draft_tokens`: nodes in one draft; `families`: drafter id to family;
+    `cascade`: see PoolPolicy.
     """
     named("vote", vote, POLICIES)
     named("shape", shape, SHAPES)
@@ -283,6 +301,8 @@ def make_policy(
     named("length", length, dict.fromkeys(LENGTHS))
     if num_speculative_tokens < 0 or max_draft_tokens < 0:
         raise ConfigError("num_speculative_tokens and max_draft_tokens must not be negative")
+    if not 0.0 <= cascade <= ALWAYS_ASK:
+        raise ConfigError("cascade must be 0 to 1")
     return PoolPolicy(
         vote=vote,
         shape=shape,
@@ -294,4 +314,5 @@ def make_policy(
         calibration=Calibration(),
         acceptance=ShareAcceptance(1.0 if vote == "calibrated" else _UNCALIBRATED_SCALE),
         positions=PositionAcceptance(num_speculative_tokens, decay=0.995),
+        cascade=cascade,
     )

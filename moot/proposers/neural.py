@@ -21,7 +21,7 @@ from moot.model.load import load_model
 from moot.model.placement import DTYPES
 from moot.model.sampler import Sampler
 from moot.proposers.base import Ask, Chain, PathAsk, Proposer
-from moot.proposers.neural_drafting import NeuralDrafting
+from moot.proposers.neural_drafting import NeuralDrafting, num_likely
 from moot.proposers.neural_feed import SessionFeed
 from moot.proposers.neural_session import Drafted, NeuralSession
 from moot.proposers.neural_stage import GuessingStage
@@ -42,6 +42,9 @@ class NeuralOptions(ProposerOptions):
     kv_capacity_tokens: int = option(65_536, help="tokens of KV cache for all sessions together")
     deterministic: bool = option(False, help="proposals that do not depend on batch-mates, bit by bit (slower)")
     min_confidence: float = option(0.0, help="a chain ends before a token less probable than this")
+    min_chain_confidence: float = option(
+        0.0, help="a proposal ends before the token with which it gets, as a whole, less probable than this"
+    )
     sharpen: float = option(1.0, help="multiplies the logits at temperature > 0; above 1 helps weak models")
     prefill_chunk: int = option(256, help="tokens of one session fed in one forward")
     stages: str = option(
@@ -54,6 +57,7 @@ class NeuralOptions(ProposerOptions):
         require(self.context_limit >= 0, "context_limit", "must not be negative")
         require(self.kv_capacity_tokens > 0, "kv_capacity_tokens", "must be positive")
         require(0.0 <= self.min_confidence <= 1.0, "min_confidence", "must be in 0..1")
+        require(0.0 <= self.min_chain_confidence <= 1.0, "min_chain_confidence", "must be in 0..1")
         require(self.sharpen > 0.0, "sharpen", "must be positive")
         require(self.prefill_chunk > 0, "prefill_chunk", "must be positive")
         require(self.stage_tokens > 0, "stage_tokens", "must be positive")
@@ -84,7 +88,10 @@ class NeuralProposer(Proposer[NeuralSession]):
             self._stage = GuessingStage(
                 stage, options.stage_tokens, self.context_limit, self._num_embeddings, self._runner.pool
             )
-        self._drafting = NeuralDrafting(self._feed, sampler, options.min_confidence, options.sharpen, self._stage)
+        self._least = options.min_chain_confidence
+        self._drafting = NeuralDrafting(
+            self._feed, sampler, options.min_confidence, options.sharpen, self._stage, self._least
+        )
 
     @property
     def kv_used_tokens(self) -> int:
@@ -129,11 +136,9 @@ class NeuralProposer(Proposer[NeuralSession]):
         )
         answers: list[list[Chain]] = []
         for ask, length in zip(asks, lengths, strict=True):
-            if length and ask.width > 1:
-                answers.append([_chain(path) for path in branches[id(ask.session)] if path])
-            else:
-                path = ask.session.ahead[:length]
-                answers.append([_chain(path)] if path else [])
+            paths = branches[id(ask.session)] if length and ask.width > 1 else [ask.session.ahead[:length]]
+            likely = [path[: num_likely(path, self._least)] for path in paths]
+            answers.append([_chain(path) for path in likely if path])
         return answers
 
     def after(self, asks: Sequence[PathAsk[NeuralSession]]) -> list[tuple[int, ...]]:

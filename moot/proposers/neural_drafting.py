@@ -21,7 +21,8 @@ _NOTHING = -1
 class NeuralDrafting:
     """`min_confidence`: a path ends before a token less probable. `sharpen`: multiplies the logits that are sampled.
 
-    `stage`: who guesses what comes next, so that one forward may lengthen a path by several tokens.
+    `stage`: who guesses what comes next, so that one forward may lengthen a path by several tokens. `least`: a path
+    that is less probable than this as a whole is not lengthened.
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class NeuralDrafting:
         min_confidence: float,
         sharpen: float,
         stage: GuessingStage | None = None,
+        least: float = 0.0,
     ) -> None:
         self._stage = stage
+        self._least = least
         self.num_gone_along = 0
         """Ids of guesses that became part of a path."""
         self._feed = feed
@@ -42,7 +45,7 @@ class NeuralDrafting:
 
     def chains(self, goals: Sequence[tuple[NeuralSession, int]], ahead: set[int]) -> None:
         """Lengthen every path to its goal, or by a guess past it. `ahead`: identities of sessions that give way."""
-        while goals := [(s, goal) for s, goal in goals if len(s.ahead) < goal and not s.stopped]:
+        while goals := [(s, goal) for s, goal in goals if len(s.ahead) < goal and self._goes_on(s)]:
             asked = [session for session, _ in goals if id(session) not in ahead]
             self._feed.prefill(asked)
             # One that gives way may have lost its cache to an ask by now.
@@ -58,6 +61,9 @@ class NeuralDrafting:
             unfed = ahead.difference(id(session) for session, _ in fed)
             goals = [(session, goal) for session, goal in goals if id(session) not in unfed]
             self._take(fed, rows)
+
+    def _goes_on(self, session: NeuralSession) -> bool:
+        return not session.stopped and num_likely(session.ahead, self._least) == len(session.ahead)
 
     def _take(self, fed: Sequence[tuple[NeuralSession, tuple[int, ...]]], rows: Sequence[Tensor]) -> None:
         """Sessions that were fed their path's end and a guess, with the rows of both."""
@@ -201,3 +207,18 @@ class NeuralDrafting:
 
     def _ends(self, session: NeuralSession, token: int) -> bool:
         return token in session.params.ending_token_ids(self._sampler.end_token_ids)
+
+
+def num_likely(path: Sequence[Drafted], least: float) -> int:
+    """How many tokens of a path come before it gets, as a whole, less probable than `least`; by its confidence bytes.
+
+    Once its begin is committed, what is left may be likely enough again.
+    """
+    if least <= 0.0:
+        return len(path)
+    chance = 1.0
+    for index, (_, confidence) in enumerate(path):
+        chance *= confidence / 255
+        if chance < least:
+            return index
+    return len(path)

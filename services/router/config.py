@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from moot.config import option
+from moot.core.cascade import ALWAYS_ASK
 from moot.core.errors import ConfigError
 from moot.core.shapes import SHAPES
 from moot.core.speculation import LENGTHS
@@ -67,6 +68,11 @@ class RouterConfig(LinkOptions):
     shape: str = option("tree", help="what is verified of them", choices=tuple(SHAPES))
     weights: str = option("hedge", help="how a drafter's weight moves", choices=tuple(WEIGHTS))
     length: str = option("goodput", help="how K is chosen, the tokens asked of the drafters", choices=LENGTHS)
+    cascade: float = option(
+        ALWAYS_ASK,
+        help="part of K that the best proposal of cheap drafters must be expected to bring for dear drafters not to be "
+        "asked in a round; 1: they always are",
+    )
     num_speculative_tokens: int = option(8, help="greatest K; 0: no drafting at all")
     max_draft_tokens: int = option(16, help="tokens of one draft, all branches of a tree together")
     proposal_width: int = option(_BALLOT.width, help="proposals that one drafter may make for a round")

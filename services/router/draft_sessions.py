@@ -34,6 +34,7 @@ class DraftSession:
         "_question",
         "_reopened",
         "_round_index",
+        "answer_seconds",
         "asked_at",
         "is_lost",
         "link",
@@ -43,6 +44,8 @@ class DraftSession:
     def __init__(self, link: DrafterLink, drafter: Drafter, prefix: Prefix) -> None:
         self.link = link
         self.asked_at = 0.0
+        self.answer_seconds = 0.0
+        """From the last question to its answer; 0 where that was there already."""
         self.is_lost = False
         self._drafter = drafter
         self._prefix = prefix
@@ -68,6 +71,7 @@ class DraftSession:
         self._reopened = False
         if proposal is not None:
             self._box = None
+            self.answer_seconds = 0.0
             self._send(deadline_ms, is_answered=True)
             box.cast(self._drafter, (proposal,))
             return
@@ -145,6 +149,7 @@ class DraftSession:
             link.drop("late")
             return
         self._prefix.heard_at = link.read_at
+        self.answer_seconds = asyncio.get_running_loop().time() - self.asked_at
         name = link.drafter_id
         box.cast(self._drafter, tuple([convert.proposal_from_pb(proposal, name) for proposal in message.proposals]))
 

@@ -13,6 +13,9 @@ from services.router.links import LinkPolicy
 from services.router.ports import BallotBox, Prefix
 from services.router.strikes import StrikePolicy
 
+_FOLLOWING = 0.1
+"""How fast what answers usually take follows the last one."""
+
 
 class PooledDrafter:
     """The `Drafter` port of one request: its session on one replica, kept until that is lost."""
@@ -52,6 +55,10 @@ class PooledDrafter:
             return False
         return True
 
+    @property
+    def answer_seconds(self) -> float | None:
+        return self._pool.answer_seconds
+
     def missed(self) -> None:
         if self._session is not None:
             self._session.on_missed()
@@ -59,6 +66,7 @@ class PooledDrafter:
     def answered(self) -> None:
         if self._session is not None:
             self._session.link.answered()
+            self._pool.note_answer(self._session.answer_seconds)
 
     def malformed(self, reason: str) -> None:
         self._pool.metrics.proposals_dropped.labels(self.drafter_id, reason).inc()
@@ -104,6 +112,12 @@ class DrafterPool:
         )
         self.links: dict[str, DrafterLink] = {}
         self._on_state = on_state
+        self.answer_seconds: float | None = None
+
+    def note_answer(self, seconds: float) -> None:
+        """One more answer that came in time, so long after its question."""
+        usual = self.answer_seconds
+        self.answer_seconds = seconds if usual is None else usual + _FOLLOWING * (seconds - usual)
 
     @property
     def wants_top_candidates(self) -> bool:

@@ -12,6 +12,7 @@ from moot.core.policy import Plan, PoolPolicy, RequestPolicy
 from moot.core.types import Proposal, Verification
 from moot.core.voting import VoteResult, validate_proposal
 from moot.metrics import Metrics
+from moot.proposers.options import MAX_VOCAB_SIZE
 from services.router.inside import Inside, InsideSource
 from services.router.ports import BallotBox, Drafter, DrafterSource, Prefix, known_ids
 
@@ -134,16 +135,32 @@ class Voters:
         return plan
 
     def ask(self, plan: Plan) -> BallotBox:
-        """Ask every drafter; the answers come into the box."""
+        """Ask the drafters; the answers come into the box. Dear ones only where those that have answered by then, which
+        takes no time, are not sure."""
         self._asked_at = self._loop.time()
         ballots = self._ballots
         box = BallotBox(
             self._loop, soft_s=ballots.soft_deadline_s, hard_s=ballots.hard_deadline_s, quorum=ballots.quorum
         )
         if plan.num_speculative_tokens:
+            dear = [drafter for drafter in self._drafters if self._policy.is_dear(drafter.answer_seconds)]
             for drafter in self._drafters:
-                drafter.ask(box, plan.num_speculative_tokens, ballots.width)
+                if drafter not in dear:
+                    drafter.ask(box, plan.num_speculative_tokens, ballots.width)
+            if dear and not self._policy.is_sure(plan, self._cast_so_far(box, plan)):
+                for drafter in dear:
+                    drafter.ask(box, plan.num_speculative_tokens, ballots.width)
+            else:
+                self._metrics.asks_spared.inc(len(dear))
         return box
+
+    def _cast_so_far(self, box: BallotBox, plan: Plan) -> list[Proposal]:
+        return [
+            proposal
+            for _, proposals in box.proposals
+            for proposal in proposals
+            if validate_proposal(proposal, MAX_VOCAB_SIZE, plan.num_speculative_tokens) is None
+        ]
 
     async def collect(self, box: BallotBox, plan: Plan, vocab_size: int) -> list[Proposal]:
         """The proposals that may vote, once the box has closed; every other one is dropped and counted."""

@@ -55,6 +55,10 @@ class InsideDrafter:
         box.cast(self, own)
         return True
 
+    @property
+    def answer_seconds(self) -> float:
+        return 0.0
+
     def missed(self) -> None:
         """Cannot be: it answers at once."""
 

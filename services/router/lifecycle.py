@@ -61,6 +61,7 @@ class Peers:
             length=config.length,
             num_speculative_tokens=config.num_speculative_tokens,
             max_draft_tokens=config.max_draft_tokens,
+            cascade=config.cascade,
         )
         self.electorate = Electorate(policy, config.ballot_policy, metrics)
         self.pools = {

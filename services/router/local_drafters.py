@@ -95,6 +95,10 @@ class LocalDrafter:
         box.cast(self, tuple(Proposal(self.drafter_id, chain.token_ids, chain.confidences) for chain in chains))
         return True
 
+    @property
+    def answer_seconds(self) -> float:
+        return 0.0
+
     def missed(self) -> None:
         """Cannot be: it answers at once."""
 

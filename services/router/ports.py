@@ -165,6 +165,11 @@ class Drafter(Protocol):
         """
         ...
 
+    @property
+    def answer_seconds(self) -> float | None:
+        """What its answers usually take; 0 where it answers at once, None where that is not known."""
+        ...
+
     def missed(self) -> None:
         """The box closed without this drafter's answer."""
         ...

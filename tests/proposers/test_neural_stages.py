@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,8 +80,9 @@ def spelled(stages: str, folders: dict[str, Path]) -> str:
 def test_proposals_are_those_of_the_draft_model_alone(folders: dict[str, Path], stages: str, params: str) -> None:
     """Whatever is guessed, committed, asked for or asked ahead: the same ids and the same confidence bytes."""
     min_confidence = 0.006 * ((len(stages) + len(params)) % 2)
-    alone = neural(folders["model"], min_confidence=min_confidence)
-    staged = neural(folders["model"], stages=spelled(stages, folders), min_confidence=min_confidence)
+    limits = {"min_confidence": min_confidence, "min_chain_confidence": 0.1 * (len(stages) % 3)}
+    alone = neural(folders["model"], **limits)
+    staged = neural(folders["model"], stages=spelled(stages, folders), **limits)
     rng = random.Random(11)
     texts = [prompt(seed) for seed in range(3)]
     sessions = [[proposer.open(text, ALL_PARAMS[params]) for text in texts] for proposer in (alone, staged)]
@@ -115,6 +118,26 @@ def test_branches_are_those_without_stages(folders: dict[str, Path]) -> None:
         assert staged.propose([Ask(other, 5, width)]) == alone.propose([Ask(one, 5, width)])
         alone.extend(one, [9, 8])
         staged.extend(other, [9, 8])
+
+
+def test_a_chain_ends_where_it_gets_unlikely_as_a_whole(folders: dict[str, Path]) -> None:
+    """The longest head whose confidences multiply to the limit; once its begin is committed, the rest goes on."""
+    alone, limited = neural(folders["model"]), neural(folders["model"], min_chain_confidence=0.3)
+    text, lengths = prompt(2), []
+    for _ in range(6):
+        (whole,) = alone.propose([Ask(alone.open(text, GREEDY), 8)])[0]
+        session = limited.open(text, GREEDY)
+        found = limited.propose([Ask(session, 8)])[0]
+        chances = list(itertools.accumulate((byte / 255 for byte in whole.confidences), operator.mul))
+        length = sum(chance >= 0.3 for chance in chances)
+        lengths.append(length)
+        head = [(whole.token_ids[:length], whole.confidences[:length])] if length else []
+        assert [(one.token_ids, one.confidences) for one in found] == head
+        text += whole.token_ids[:1]
+        limited.extend(session, whole.token_ids[:1])
+        assert limited.propose([Ask(session, 8)]) == limited.propose([Ask(limited.open(text, GREEDY), 8)])
+    assert min(lengths) < 8
+    assert max(lengths) > 0
 
 
 @pytest.mark.parametrize("stages", ["suffix~datastore={store}", "suffix~datastore={store}+neural~model={model}"])
