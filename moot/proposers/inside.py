@@ -24,12 +24,25 @@ from moot.proposers.options import parse_options
 
 
 @dataclass(frozen=True, slots=True)
+class Guesses:
+    """Tokens to be fed in a session's next step beside its draft, as a forest over the prefix: the parent of each is an
+    earlier one, or ROOT. Siblings may be equal; none of them is ever accepted."""
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+
+NO_GUESSES = Guesses()
+
+
+@dataclass(frozen=True, slots=True)
 class InsideAsk:
     """One session that a step has brought forward: at most `width` chains of at most `num_tokens` ids after
     `token_ids`, prompt plus output, of which the last one is new.
 
     `history`: of the same ids. `state` [width of the target]: what the target's output layer was given when it chose
-    the last id.
+    the last id. `session`: unique among those that have not ended. `answers`: the target's likeliest id after each of
+    the drafter's guesses that this step has fed, None where it has none; empty where nothing was fed.
     """
 
     token_ids: Sequence[int]
@@ -38,6 +51,8 @@ class InsideAsk:
     state: Tensor
     num_tokens: int
     width: int = 1
+    session: int = 0
+    answers: tuple[int | None, ...] = ()
 
 
 class InsideDrafter(ABC):
@@ -51,6 +66,14 @@ class InsideDrafter(ABC):
     @abstractmethod
     def propose(self, asks: Sequence[InsideAsk]) -> list[list[Chain]]:
         """Chains per ask, best first; none: it abstains. One pass for all asks. Whatever it raises ends the drafter."""
+
+    def guess(self, session: int, token_ids: Sequence[int], num_rows: int, depth: int) -> Guesses:
+        """What to feed beside the draft that verifies after `token_ids`: at most `num_rows` tokens, at most `depth` of
+        them on one path. Their answers come with the next ask of the session, unless the step had to do without."""
+        return NO_GUESSES
+
+    def end(self, session: int) -> None:  # noqa: B027 - most keep nothing of a session
+        """Forget what is kept of a session, known or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +92,10 @@ def load_inside_kind(kind: str) -> InsideKind:
             from moot.proposers.heads import HeadsDrafter, HeadsOptions
 
             return InsideKind("heads", HeadsOptions, HeadsDrafter)
+        case "lookahead":
+            from moot.proposers.lookahead import LookaheadDrafter, LookaheadOptions
+
+            return InsideKind("lookahead", LookaheadOptions, LookaheadDrafter)
     raise ConfigError(f"unknown drafter kind {kind} inside the verifier (known: {', '.join(INSIDE_KINDS)})")
 
 

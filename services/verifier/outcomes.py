@@ -34,6 +34,8 @@ class Sampled:
     top_candidates: tuple[tuple[int, ...], ...]
     state: Tensor | None = None
     """What the target's output layer was given when it chose the last output token, [width], where that is kept."""
+    guess_logits: Tensor | None = None
+    """Of the session's guesses, [guesses, vocab], where some were fed."""
 
 
 @dataclass(frozen=True, slots=True)

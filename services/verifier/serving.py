@@ -66,7 +66,7 @@ class Serving:
         sampler = Sampler(info.vocab_size, info.end_token_ids)
         batch_sampler = BatchSampler(sampler) if samples_at_once(runner) else None
         drafters = create_all_inside(config.drafters, "--drafters", runner)
-        self.inside = InsideDrafters(drafters, metrics)
+        self.inside = InsideDrafters(drafters, sampler, config.max_draft_tokens, metrics)
         self.steps = StepRunner(runner, Walks(sampler, progress, batch_sampler), progress, bool(drafters))
         self._pool = runner.pool
         self._desk = Desk(info, config.max_draft_tokens, config.max_message_bytes, runner.new_cache)
@@ -142,6 +142,7 @@ class Serving:
         result = self._desk.verify(stream, command, arrived_ns)
         if isinstance(result, Session):
             self.gathering.came(result.arrival, arrived_ns)
+            self.inside.guess(result)
             self.scheduler.submit(result)
             return
         if isinstance(result, Failed) and (session := stream.sessions.get(command.session_id)):
@@ -227,6 +228,7 @@ class Serving:
         del self._sessions[session.arrival]
         self.scheduler.remove(session)
         self.gathering.ended(session.arrival)
+        self.inside.end(session)
         session.cache.free()
         self._intake.release(num_sessions=1, num_tokens=session.num_waiting_tokens)
 

@@ -13,10 +13,12 @@ Prompt + committed output is all that matters: the KV cache can be dropped and f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from moot.core.types import ROOT, Draft, SamplingParams
+from moot.model.trees import depths_of
+from moot.proposers.inside import NO_GUESSES, Guesses
 from services.verifier.commands import Answer
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class Work:
     round_index: int
     arrived_ns: int
     """Monotonic."""
+    guesses: Guesses = NO_GUESSES
+    """Fed beside them, for drafters inside this verifier, and never accepted."""
 
     @classmethod
     def opening(cls, arrived_ns: int) -> Work:
@@ -57,6 +61,10 @@ class Work:
         fed = tuple(node for node, depth in enumerate(depths) if depth < max_new - 1)
         num_levels = max((depths[node] + 1 for node in fed), default=0)
         return cls(draft, fed, num_levels, round_index, arrived_ns)
+
+    def with_guesses(self, guesses: Guesses) -> Work:
+        levels = max(self.num_fed_levels, 1 + max(depths_of(guesses.parents), default=-1))
+        return replace(self, guesses=guesses, num_fed_levels=levels)
 
     @property
     def is_opening(self) -> bool:
@@ -122,8 +130,8 @@ class Session:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens that take a row of the forward pass."""
-        return len(self.work.fed_nodes) if self.work else 0
+        """Draft tokens and guesses that take a row of the forward pass."""
+        return len(self.work.fed_nodes) + len(self.work.guesses.token_ids) if self.work else 0
 
     @property
     def has_work(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moot.core.errors import RequestPoisoned
 from moot.core.scheduler import BatchItem
-from moot.core.types import Draft
+from moot.core.types import ROOT, Draft
 from moot.faults import act, fault
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
@@ -38,12 +38,14 @@ class StepRunner:
         self._keeps_states = keeps_states
         self._states: dict[int, Tensor] = {}
         """Of this step, by session: as its logits, row by row."""
+        self._guess_logits: dict[int, Tensor] = {}
+        """Likewise, the rows after those of prefix and draft."""
         if keeps_states:
             runner.keep_states()
 
     def run(self, items: Sequence[Item]) -> list[Outcome]:
         """Feed `items` and advance their sessions. One outcome per item. Raises DeviceLost only."""
-        self._states = {}
+        self._states, self._guess_logits = {}, {}
         results = self._forward(items)
         self.walks.draw(
             [
@@ -96,7 +98,7 @@ class StepRunner:
             if self._keeps_states:
                 states = self._runner.states()
                 self._states.update({item.session.arrival: one for item, one in zip(items, states, strict=True)})
-            return list(zip(items, logits, strict=True))
+            return [(item, self._without_guesses(item, rows)) for item, rows in zip(items, logits, strict=True)]
         except torch.AcceleratorError as error:
             raise DeviceLost(str(error)) from error
         except Exception as error:  # noqa: BLE001 - which of the requests raised is found out by halving
@@ -140,16 +142,27 @@ class StepRunner:
         session.work = None
         states = self._states.get(session.arrival)
         state = states[rows[-1]] if states is not None and rows else None
-        return Sampled(session, walked, logprobs, top_candidates, state)
+        return Sampled(session, walked, logprobs, top_candidates, state, self._guess_logits.get(session.arrival))
+
+    def _without_guesses(self, item: Item, logits: Tensor) -> Tensor:
+        """The rows that are walked over."""
+        work = item.session.work
+        if work is None or not item.completes or not work.guesses.token_ids:
+            self._guess_logits.pop(item.session.arrival, None)
+            return logits
+        count = len(logits) - len(work.guesses.token_ids)
+        self._guess_logits[item.session.arrival] = logits[count:]
+        return logits[:count]
 
 
 def _may_be_the_drafts(error: Exception, work: Work) -> bool:
     """Whether a verification may succeed without what was drafted, now or (a poisoned row only) before."""
-    return isinstance(error, RequestPoisoned) or (is_out_of_memory(error) and bool(work.fed_nodes))
+    has_rows = bool(work.fed_nodes or work.guesses.token_ids)
+    return isinstance(error, RequestPoisoned) or (is_out_of_memory(error) and has_rows)
 
 
 def _input_of(item: Item) -> SequenceInput:
-    """Missing tokens of the prefix, then the draft's fed nodes; logits of the last prefix token and of each node."""
+    """Missing tokens of the prefix, then the draft's fed nodes, then guesses; logits from the last prefix token on."""
     session, count = item.session, item.num_prefix_tokens
     token_ids = session.token_ids[session.cached_length : session.cached_length + count]
     if not item.completes or session.work is None:
@@ -158,5 +171,8 @@ def _input_of(item: Item) -> SequenceInput:
     row_of = row_of_nodes(session.work)
     parents = [*range(-1, count - 1), *(count - 1 + row_of[draft.parents[node]] for node in fed)]
     token_ids += [draft.token_ids[node] for node in fed]
+    guesses, first = session.work.guesses, count + len(fed)
+    parents += [count - 1 if parent == ROOT else first + parent for parent in guesses.parents]
+    token_ids += guesses.token_ids
     is_chain = all(parent == index - 1 for index, parent in enumerate(parents))
-    return SequenceInput(session.cache, token_ids, None if is_chain else parents, range(count - 1, count + len(fed)))
+    return SequenceInput(session.cache, token_ids, None if is_chain else parents, range(count - 1, len(token_ids)))

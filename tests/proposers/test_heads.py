@@ -207,7 +207,7 @@ def test_a_head_of_another_target_is_refused(runner: ModelRunner, head_folder: P
 
 def test_unknown_kinds_and_options_are_named(runner: ModelRunner, head_folder: Path) -> None:
     """As for every other kind: what is wrong, and what there is."""
-    with pytest.raises(ConfigError, match=r"unknown drafter kind suffix inside the verifier \(known: heads\)"):
+    with pytest.raises(ConfigError, match=r"unknown drafter kind suffix inside the verifier \(known: heads, "):
         create_all_inside(["suffix"], "--drafters", runner)
     with pytest.raises(ConfigError, match="unknown option of drafter kind heads: size"):
         made(runner, head_folder, size=3)

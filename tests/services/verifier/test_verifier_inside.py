@@ -17,8 +17,10 @@ from verifier_driver import Case, MakeEngine, Play, Result, draw_case, play, run
 from moot.core.types import ROOT, Draft, Proposal, SamplingParams
 from moot.model.inputs import SequenceInput
 from moot.model.recurrent_head import HeadShape, RecurrentHead
+from moot.model.trees import depths_of
 from moot.proposers.base import Chain
-from moot.proposers.inside import InsideAsk, InsideDrafter
+from moot.proposers.inside import NO_GUESSES, Guesses, InsideAsk, InsideDrafter
+from moot.proposers.lookahead import LookaheadDrafter
 from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc as pb_grpc
 from services.verifier.commands import Failed, Open, Verify
@@ -142,6 +144,93 @@ def test_texts_with_heads_are_those_without(
             seen[f"accepted {verification.num_accepted}"] += 1
     for name in ("accepted 1", "accepted 2", "trees", "greedy", "sampled"):
         assert seen[name], seen
+
+
+class Guessing(Scripted):
+    """Also feeds a tree of guesses, drawn anew for each step, and remembers it by session and length of the text."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda ask: [Chain((one, 62, one), (1, 2, 3)) for one in IDS[: ask.width]], "guessing")
+        self._draw = random.Random(4)
+        self.fed: dict[tuple[int, int], Guesses] = {}
+        self.ended: list[int] = []
+
+    def guess(self, session: int, token_ids: Sequence[int], num_rows: int, depth: int) -> Guesses:
+        count = self._draw.randint(0, 6)
+        parents = [ROOT if not place else self._draw.randrange(-1, place) for place in range(count)]
+        ids = self._draw.choices([*IDS, 257, 0], k=count)
+        found = Guesses(tuple(ids), tuple(parents))
+        if max(depths_of(parents), default=-1) >= depth:
+            return NO_GUESSES
+        self.fed[session, len(token_ids)] = found
+        return found
+
+    def end(self, session: int) -> None:
+        self.ended.append(session)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_guesses_are_answered_and_never_accepted(make_engine: MakeEngine, dtype: str) -> None:
+    """Beside chains and trees, siblings equal to drafted ones included: texts stay those of plain decoding, bit by bit
+    in deterministic mode, and every guess is answered with what the target says after it in a pass of its own."""
+    everything = cases(10)
+    plain = run(make_engine("llama", dtype, deterministic=True), [play(one.prompt, one.params) for one in everything])
+    engine = make_engine("llama", dtype, deterministic=True)
+    guessing = Guessing()
+    with_inside(engine, guessing)
+    results = run(
+        engine, [play_inside(one, 1 + 4 * (number % 2), ("guessing",)) for number, one in enumerate(everything)]
+    )
+    for expected, found in zip(plain, results, strict=True):
+        assert (found.output_token_ids, found.finish_reason) == (expected.output_token_ids, expected.finish_reason)
+    answered = 0
+    for ask in (ask for asks in guessing.asked for ask in asks if ask.answers):
+        bases = [base for session, base in guessing.fed if session == ask.session and base < len(ask.token_ids)]
+        before = ask.token_ids[: max(bases)]
+        guesses = guessing.fed[ask.session, max(bases)]
+        assert len(ask.answers) == len(guesses.token_ids)
+        cache = engine.runner.new_cache()
+        parents = [*range(-1, len(before) - 1)]
+        parents += [len(before) - 1 if one == ROOT else len(before) + one for one in guesses.parents]
+        rows = range(len(before), len(parents))
+        inputs = SequenceInput(cache, [*before, *guesses.token_ids], parents, rows)
+        (logits,) = engine.runner.forward([inputs])
+        cache.free()
+        assert tuple(logits[:, : engine.info.vocab_size].argmax(1).tolist()) == ask.answers
+        answered += len(guesses.token_ids)
+    assert answered > 60
+    assert len(set(guessing.ended)) == len(everything)
+
+
+def test_lookahead_texts_are_plain_ones(make_engine: MakeEngine) -> None:
+    """The kind itself, greedy and sampled: the same texts, and where they repeat themselves it is right."""
+    long = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    everything = cases(8) + [replace(draw_case(seed), params=long) for seed in range(100, 108)]
+    plain = run(make_engine("llama", "float64"), [play(one.prompt, one.params) for one in everything])
+    engine = make_engine("llama", "float64", drafters=("lookahead:window=3",))
+    (drafter,) = engine.serving.inside.drafters
+    assert isinstance(drafter, LookaheadDrafter)
+    results = run(engine, [play_inside(one, 2, ("lookahead",)) for one in everything])
+    for expected, found in zip(plain, results, strict=True):
+        assert (found.output_token_ids, found.finish_reason) == (expected.output_token_ids, expected.finish_reason)
+    assert sum(one.num_accepted for result in results for one in result.verifications) > 3
+    assert drafter.num_sessions == 0
+
+
+@pytest.mark.parametrize("bad", [Guesses((1, 2), (ROOT,)), Guesses((1,), (0,)), Guesses((1,) * 99, (ROOT,) * 99)])
+def test_guesses_that_break_a_step_end_the_drafter(make_engine: MakeEngine, bad: Guesses) -> None:
+    """Before they reach one; the sessions go on."""
+
+    class Broken(Scripted):
+        def guess(self, session: int, token_ids: Sequence[int], num_rows: int, depth: int) -> Guesses:
+            return bad
+
+    engine = with_inside(make_engine(start=True), Broken(lambda ask: []))
+    wish: dict[str, Any] = {"inside_drafter_ids": ("scripted",), "num_inside_tokens": 2}
+    with LocalSession(engine, [1, 2, 3], SamplingParams(temperature=0.0, ignore_eos=True), **wish) as session:
+        session.open()
+        assert len(session.verify().output_token_ids) == 1
+    assert engine.serving.inside.drafters == ()
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}], ids=("modules", "packed"))
