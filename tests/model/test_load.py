@@ -46,6 +46,17 @@ def other_model(path: Path, kind: str, **config: Any) -> Path:
             "GptOssForCausalLM .* s_aux",
         ),
         ("rwkv", {"attention_hidden_size": 64}, "RwkvForCausalLM"),
+        (
+            "bamba",
+            {"intermediate_size": 64, "num_key_value_heads": 2, "attn_layer_indices": [1], "mamba_n_heads": 4}
+            | {"mamba_d_head": 32, "mamba_d_state": 8, "mamba_n_groups": 1},
+            "BambaForCausalLM has 2 layers, of which 1 use",
+        ),
+        (
+            "lfm2",
+            {"intermediate_size": 64, "num_key_value_heads": 2, "full_attn_idxs": [1]},
+            "Lfm2ForCausalLM has 2 layers, of which 1 use",
+        ),
     ],
 )
 def test_what_cannot_be_driven_is_refused_by_name(
