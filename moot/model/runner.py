@@ -51,12 +51,18 @@ class ModelRunner:
         return SequenceCache(self.pool)
 
     @torch.inference_mode()
-    def forward(self, inputs: Sequence[SequenceInput], progress: Callable[[], None] = no_progress) -> list[Tensor]:
+    def forward(
+        self,
+        inputs: Sequence[SequenceInput],
+        progress: Callable[[], None] = no_progress,
+        layers: tuple[int, ...] | None = None,
+    ) -> list[Tensor]:
         """Run all tokens once. Returns per input logits [len(logit_rows), vocab], float32 (of float64 models float64).
 
         The tokens' keys and values are pending in their caches until `commit`. `progress` is called for every layer
         and tile. Raises NoCapacity (some caches may have grown, none has changed its content), ValueError for
-        malformed inputs and ContextLengthExceeded past the model's limit.
+        malformed inputs and ContextLengthExceeded past the model's limit. `layers`: go through these alone, ascending,
+        where `can_skip_layers`: a guess of what the model says, from keys and values that other layers do not get.
         """
         self._states.begin([len(item.logit_rows) for item in inputs])
         segments, token_ids, positions, logit_rows = self._plan(inputs)
@@ -67,8 +73,10 @@ class ModelRunner:
         positions += [positions[-1]] * padding
         step = Step(segments, progress)
         if self.loaded.decoder is not None:
-            logits = self.loaded.decoder.forward(token_ids, positions, logit_rows, step, self.rules)
+            logits = self.loaded.decoder.forward(token_ids, positions, logit_rows, step, self.rules, layers)
         else:
+            if layers is not None:
+                raise ValueError("modules cannot skip layers")
             with tiled(self.rules, progress):
                 logits = self.loaded.call(
                     torch.tensor([token_ids], device=self.device),
@@ -78,6 +86,10 @@ class ModelRunner:
                 )
         self._states.keep(logit_rows)
         return list(logits.split([len(item.logit_rows) for item in inputs]))
+
+    @property
+    def can_skip_layers(self) -> bool:
+        return self.loaded.decoder is not None
 
     def keep_states(self) -> None:
         """From now on passes leave the hidden states of their logit rows: see `states`. No logit changes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moot.core.errors import ConfigError
 
-INSIDE_KINDS = ("heads", "lookahead")
+INSIDE_KINDS = ("heads", "lookahead", "self")
 """Kinds that live inside the verifier (moot.proposers.inside)."""
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from moot.core.errors import ConfigError
 from moot.core.history import History
 from moot.core.types import SamplingParams
+from moot.model.cache import KvCache
 from moot.model.runner import ModelRunner
 from moot.proposers.base import Chain
 from moot.proposers.entries import INSIDE_KINDS, DrafterEntry, parse_entries
@@ -53,12 +54,16 @@ class InsideAsk:
     width: int = 1
     session: int = 0
     answers: tuple[int | None, ...] = ()
+    cache: KvCache | None = None
+    """The session's, with all but the last id: to be left as it was found, but for what slots after it hold."""
 
 
 class InsideDrafter(ABC):
     """One drafter inside the verifier. Not thread-safe: the compute thread calls it."""
 
     kind: ClassVar[str]
+    needs_rounds: ClassVar[bool] = False
+    """What it proposes depends on the rounds before, and not on text and state alone: no recording can show it."""
     drafter_id: str
     family: str
     """Drafters of one family are alike; the vote counts the strongest of them."""
@@ -96,6 +101,10 @@ def load_inside_kind(kind: str) -> InsideKind:
             from moot.proposers.lookahead import LookaheadDrafter, LookaheadOptions
 
             return InsideKind("lookahead", LookaheadOptions, LookaheadDrafter)
+        case "self":
+            from moot.proposers.self_layers import SelfDrafter, SelfOptions
+
+            return InsideKind("self", SelfOptions, SelfDrafter)
     raise ConfigError(f"unknown drafter kind {kind} inside the verifier (known: {', '.join(INSIDE_KINDS)})")
 
 

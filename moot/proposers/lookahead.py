@@ -54,6 +54,7 @@ class _Session:
 
 class LookaheadDrafter(InsideDrafter):
     kind = "lookahead"
+    needs_rounds = True
 
     def __init__(self, drafter_id: str, options: LookaheadOptions, runner: ModelRunner) -> None:
         self.drafter_id = drafter_id

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from moot.core.history import History
+from moot.model.cache import KvCache
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
+from moot.proposers.base import Chain
 from moot.proposers.inside import InsideAsk, InsideDrafter
 from moot.replay.proposals import ProposalRecord
 from moot.replay.target import CHUNK_TOKENS
@@ -23,31 +25,36 @@ def record_inside(drafter: InsideDrafter, runner: ModelRunner, text: TargetText,
     """
     facts, ids = record.facts, [*text.prompt_token_ids, *text.output_token_ids]
     first = len(text.prompt_token_ids)
-    states = states_of(runner, ids[:-1], first - 1)
-    history = History(text.prompt_token_ids)
-    for place in range(text.num_places):
-        history.append(ids[first + place : first + place + 1])
-        known = ids[: first + place + 1]
-        ask = InsideAsk(known, text.params, history, states[place], facts.num_speculative_tokens, facts.width)
-        begin = time.perf_counter()
-        (chains,) = drafter.propose([ask])
-        record.add_place(chains[: facts.width], 0.0, time.perf_counter() - begin)
+    cache = runner.new_cache()
+    said: list[tuple[list[Chain], float]] = []
+    try:
+        states = read(runner, cache, ids[:-1], first - 1)
+        # From the end on: the cache is cut back to what it holds at each place.
+        for place in reversed(range(text.num_places)):
+            cache.crop(first + place)
+            known = ids[: first + place + 1]
+            history = History(text.prompt_token_ids, known[first:])
+            wanted = (facts.num_speculative_tokens, facts.width)
+            ask = InsideAsk(known, text.params, history, states[place], *wanted, cache=cache)
+            begin = time.perf_counter()
+            (chains,) = drafter.propose([ask])
+            said.append((chains[: facts.width], time.perf_counter() - begin))
+    finally:
+        cache.free()
+    for chains, seconds in reversed(said):
+        record.add_place(chains, 0.0, seconds)
     record.end_text()
 
 
-def states_of(runner: ModelRunner, token_ids: list[int], first: int) -> Tensor:
-    """The target's hidden states after `token_ids` from index `first` on, [len(token_ids) - first, width]."""
+def read(runner: ModelRunner, cache: KvCache, token_ids: list[int], first: int) -> Tensor:
+    """Feed `token_ids`; the target's hidden states from index `first` on, [len(token_ids) - first, width]."""
     runner.keep_states()
-    cache = runner.new_cache()
     found: list[Tensor] = []
-    try:
-        for start in range(0, len(token_ids), CHUNK_TOKENS):
-            chunk = token_ids[start : start + CHUNK_TOKENS]
-            wanted = range(max(first - start, 0), len(chunk))
-            runner.forward([SequenceInput(cache, chunk, None, wanted)])
-            cache.commit(range(len(chunk)))
-            if len(wanted):
-                found += runner.states()
-    finally:
-        cache.free()
+    for start in range(0, len(token_ids), CHUNK_TOKENS):
+        chunk = token_ids[start : start + CHUNK_TOKENS]
+        wanted = range(max(first - start, 0), len(chunk))
+        runner.forward([SequenceInput(cache, chunk, None, wanted)])
+        cache.commit(range(len(chunk)))
+        if len(wanted):
+            found += runner.states()
     return torch.cat(found)

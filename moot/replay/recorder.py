@@ -144,6 +144,8 @@ def _speaker(entry: DrafterEntry, vocab_size: int, target: Callable[[], ModelRun
 
     runner = target()
     drafter = create_inside(entry, runner)
+    if drafter.needs_rounds:
+        raise ConfigError(f"drafter {entry.drafter_id}: what kind {entry.kind} proposes depends on the rounds before")
     return _Speaker(drafter.family, False, partial(record_inside, drafter, runner))
 
 

@@ -160,4 +160,5 @@ def _ask_of(outcome: Sampled, answers: Answers) -> InsideAsk:
         session.inside_width,
         session.arrival,
         answers,
+        session.cache,
     )

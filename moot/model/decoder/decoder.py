@@ -60,10 +60,11 @@ class Decoder:
         logit_rows: Sequence[int],
         step: Step,
         rules: RowRules,
+        layers: Sequence[int] | None = None,
     ) -> Tensor:
         """Logits [len(logit_rows), vocab], float32, of a step whose tokens are already padded by `rules`.
 
-        Leaves the tokens' keys and values pending in their caches.
+        Leaves the tokens' keys and values pending in their caches. `layers`: of these layers alone, ascending.
         """
         heads, rows = self.heads, len(token_ids)
         embedded = functional.embedding(torch.tensor(token_ids), self.embedding)
@@ -72,7 +73,8 @@ class Decoder:
         hidden, negated = both[:, :width], both[:, width:]
         turns = self.rotary.at(positions)
         tiles = StepTiles(step, rows, heads, rules)
-        for index, layer in enumerate(self.layers):
+        for index in range(len(self.layers)) if layers is None else layers:
+            layer = self.layers[index]
             projected = _in_tiles(layer.queries_keys_values, layer.before_attention(both), rules)
             turned = turned_heads(projected, turns, heads, layer.head_norm, layer.query_scale)
             values = projected[:, heads.turned * heads.dim :].view(rows, heads.kv_heads, heads.dim)

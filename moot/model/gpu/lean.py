@@ -95,15 +95,18 @@ class LeanModel:
     def layers(self) -> Sequence[Layer]:
         return self._layers
 
-    def forward(self, plan: DevicePlan, kv: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, plan: DevicePlan, kv: Sequence[Tensor], layers: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Logits [plan.sizes.logit_rows, vocab], float32 (float64 of float64), and what the output layer was given for
-        them, [plan.sizes.logit_rows, width]; writes keys and values into `kv`."""
+        them, [plan.sizes.logit_rows, width]; writes keys and values into `kv`. `layers`: through these alone."""
         hidden = functional.embedding(plan.token_ids, self._embeddings)
         angles = plan.positions[:, None].to(torch.float32) * self._frequencies  # [rows, dim / 2]
         cosines = (torch.cat((angles.cos(),) * 2, -1) * self._rotation_scale).to(hidden.dtype)[:, None]
         sines = (torch.cat((-angles.sin(), angles.sin()), -1) * self._rotation_scale).to(hidden.dtype)[:, None]
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
-            hidden = hidden + self._attend(layer, layer.attention_norm(hidden), cosines, sines, plan, layer_kv)
+        for index in range(len(self._layers)) if layers is None else layers:
+            layer = self._layers[index]
+            hidden = hidden + self._attend(layer, layer.attention_norm(hidden), cosines, sines, plan, kv[index])
             gated = self._linear(layer.mlp_norm(hidden), layer.gate_up, layer.gate_up_bias)
             gate, up = gated.chunk(2, -1)
             hidden = hidden + self._linear(functional.silu(gate) * up, layer.down, layer.down_bias)

@@ -99,7 +99,12 @@ class GpuRunner(ModelRunner):
         return PagedCache(self.pool)
 
     @torch.inference_mode()
-    def forward(self, inputs: Sequence[SequenceInput], progress: Callable[[], None] = no_progress) -> list[Tensor]:
+    def forward(
+        self,
+        inputs: Sequence[SequenceInput],
+        progress: Callable[[], None] = no_progress,
+        layers: tuple[int, ...] | None = None,
+    ) -> list[Tensor]:
         """As `ModelRunner.forward`; returns before the device has finished. `progress` is called at both ends."""
         progress()
         counts = [len(item.logit_rows) for item in inputs]
@@ -109,11 +114,15 @@ class GpuRunner(ModelRunner):
             self.pool.move(*zip(*moves, strict=True))
         if not planner.host.token_ids:
             return [self._no_logits() for _ in inputs]
-        logits, *states = self._run(planner)
+        logits, *states = self._run(planner, layers)
         if states:
             self._states.keep(range(sum(counts)), states[0])
         progress()
         return list(logits[: sum(counts)].split(counts))
+
+    @property
+    def can_skip_layers(self) -> bool:
+        return True
 
     def keep_states(self) -> None:
         self._states.start(by_modules=False)
@@ -131,18 +140,18 @@ class GpuRunner(ModelRunner):
                 moves += item.cache.take_moves()
         return planner, moves
 
-    def _run(self, planner: Planner) -> tuple[Tensor, ...]:
+    def _run(self, planner: Planner, layers: tuple[int, ...] | None) -> tuple[Tensor, ...]:
         rounds = self._rounds_sizes and len(planner.host.token_ids) <= MOST_GRAPH_ROWS
         sizes, packed = planner.finish(exact=not rounds)
-        if rounds and self.graphs is not None and self.graphs.has_room_for((sizes, self._states.keeps)):
+        key = (sizes, self._states.keeps, layers)
+        if rounds and self.graphs is not None and self.graphs.has_room_for(key):
             host = torch.from_numpy(packed).pin_memory()
-            key = (sizes, self._states.keeps)
-            return self.graphs.run(key, lambda uploaded: self._compute(sizes, uploaded), host)
-        return self._compute(sizes, upload(packed, self.device))
+            return self.graphs.run(key, lambda uploaded: self._compute(sizes, uploaded, layers), host)
+        return self._compute(sizes, upload(packed, self.device), layers)
 
-    def _compute(self, sizes: Sizes, uploaded: Tensor) -> tuple[Tensor, ...]:
+    def _compute(self, sizes: Sizes, uploaded: Tensor, layers: tuple[int, ...] | None) -> tuple[Tensor, ...]:
         """Logits, and their rows' hidden states where they are kept: a graph copies what it returns."""
-        logits, states = self.lean.forward(unpack(sizes, uploaded), self.pool.layers)
+        logits, states = self.lean.forward(unpack(sizes, uploaded), self.pool.layers, layers)
         return (logits, states) if self._states.keeps else (logits,)
 
 
