@@ -5,7 +5,7 @@
 DIR: of `moot replay record`, whose texts are the target's own, of prompts that nothing is measured on later. In every
 round each layer that is left is left out in turn, and the one goes whose loss costs the least agreement with the text.
 A draft model of its own would see keys and values of the kept layers only, and so does this measurement. A drafter
-`self` sees the whole target's for committed tokens: `moot replay record --drafters self:skip=...` tells what it reaches.
+`self` sees the whole target's for committed tokens: `moot replay record --drafters self:skip=...` shows its worth.
 """
 
 from __future__ import annotations
