@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moot.config import option
 from moot.core.errors import ConfigError
 from moot.model.decoder.products import Product, can_pack
 from moot.model.load import LoadedModel
-from moot.model.recurrent_head import RecurrentHead, embed
+from moot.model.recurrent_head import RecurrentHead, embed, rms
 from moot.model.runner import ModelRunner
 from moot.proposers.base import Chain
 from moot.proposers.head_draws import HeadDraws, Place
@@ -75,8 +76,7 @@ class HeadsDrafter(InsideDrafter):
         problem = _problem_of(head, config, loaded, self._embedding.shape[1])
         if problem:
             raise ConfigError(f"recurrent head {options.path} does not fit the target: {problem}")
-        self._head = head.to(rows.device, rows.dtype)
-        self._known = _Known(rows, self._head)
+        self._head = FastHead(head.to(rows.device, rows.dtype), rows)
         self._draws = HeadDraws(
             token_ids.to(rows.device), loaded.info.vocab_size, loaded.info.end_token_ids, options.sharpen
         )
@@ -112,7 +112,7 @@ class HeadsDrafter(InsideDrafter):
     ) -> tuple[list[_Row], list[int]]:
         """Every row by one token, a first row by as many rows as its ask has chains. Returns the rows that go on, and
         for each the index of its state."""
-        logits = self._known.logits(states)
+        logits = self._head.logits(states)
         places = [Place(row.ask.params, row.ask.history, len(row.ask.token_ids), tuple(row.path)) for row in rows]
         widths = [1 if row.path else row.ask.width for row in rows]
         found = self._draws.draw(logits, places, widths)
@@ -137,19 +137,29 @@ class HeadsDrafter(InsideDrafter):
         return live, kept
 
 
-class _Known:
-    """The head's logits, with the target's rows in the layout that multiplies fastest here."""
+class FastHead:
+    """A head and the target's rows, in the layout that multiplies fastest here."""
 
-    def __init__(self, rows: Tensor, head: RecurrentHead) -> None:
+    def __init__(self, head: RecurrentHead, rows: Tensor) -> None:
         self._head = head
         self._rows = rows
-        self._product = Product(rows, None) if can_pack(rows.dtype, rows.device) else None
+        weights = (head.inward.weight, head.outward.weight, rows)
+        packs = can_pack(rows.dtype, rows.device)
+        self._products = tuple(Product(weight, None) for weight in weights) if packs else None
+
+    def advance(self, states: Tensor, embedded: Tensor) -> Tensor:
+        """As `RecurrentHead.advance`."""
+        if self._products is None:
+            return self._head.advance(states, embedded)
+        inward, outward, _ = self._products
+        gate, up = inward(torch.cat((rms(states).to(embedded.dtype), embedded), -1)).chunk(2, -1)
+        return states + outward(functional.silu(gate) * up).to(states.dtype)
 
     def logits(self, states: Tensor) -> Tensor:
         """float32 [n, vocab + 1] of states [n, state]."""
-        if self._product is None:
+        if self._products is None:
             return self._head.logits(states, self._rows)
-        known = self._product(states.to(self._rows.dtype)).float()
+        known = self._products[2](states.to(self._rows.dtype)).float()
         other = states @ self._head.other.float()
         return torch.cat((known, other[:, None]), 1) + self._head.bias.float()
 

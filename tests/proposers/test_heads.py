@@ -17,11 +17,12 @@ from moot.core.history import History
 from moot.core.types import SamplingParams
 from moot.model.decoder.products import can_pack
 from moot.model.load import load_model
+from moot.model.recurrent_head import RecurrentHead
 from moot.model.runner import ModelRunner
 from moot.model.tiny import make_tiny_model
 from moot.proposers.base import Chain
 from moot.proposers.entries import parse_entries
-from moot.proposers.heads import HeadsDrafter, target_rows
+from moot.proposers.heads import FastHead, HeadsDrafter, target_rows
 from moot.proposers.inside import InsideAsk, create_all_inside, create_inside
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -228,3 +229,19 @@ def test_rows_of_packed_weights_are_the_models_own(tmp_path: Path, tied: bool) -
     ids = torch.tensor(KNOWN_IDS)
     for one, other in zip(target_rows(plain, ids), target_rows(packed, ids), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="this CPU does not pack bfloat16")
+def test_packed_products_are_those_of_the_head(tmp_path: Path) -> None:
+    """Steps and logits in the fast layout differ from the head's own by rounding alone."""
+    loaded = load_model(make_tiny_model(tmp_path / "model", dtype=torch.bfloat16), "cpu", "bfloat16")
+    head, _ = RecurrentHead.load(make_head(tmp_path / "head", loaded))
+    _, rows = target_rows(loaded, head.get_buffer("token_ids"))
+    fast = FastHead(head, rows)
+    generator = torch.Generator().manual_seed(2)
+    states, embedded = torch.randn(5, 64, generator=generator), torch.randn(5, 128, generator=generator).bfloat16()
+    with torch.inference_mode():
+        apart = (fast.advance(states, embedded) - head.advance(states, embedded)).abs().max()
+        assert float(apart) < 0.05 * float((head.advance(states, embedded) - states).abs().max())
+        expected = head.logits(states, rows)
+        assert float((fast.logits(states) - expected).abs().max()) < 0.02 * float(expected.abs().max())
