@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 import httpx
+import openai
 import pytest
 from rounds_rig import QUICK_BALLOT, Rig, request, rig
 
@@ -243,6 +244,34 @@ def test_choices_of_one_answer_help_each_other_through_http() -> None:
             texts = {choice["text"] for choice in answer["choices"]}
             assert len(answer["choices"]) == 3
             assert texts == {(await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"]}
+
+    asyncio.run(main())
+
+
+def test_the_official_client_sends_a_prediction_and_reads_its_worth() -> None:
+    """Chat, two choices, streamed or not: the counts are where OpenAI's client looks for them."""
+
+    async def main() -> None:
+        async with requests_rig() as running, served(running) as (client, _):
+            official = openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0, timeout=20)
+            asked: Any = {
+                "model": "scripted", "messages": [{"role": "user", "content": "hello"}], "temperature": 0, "n": 2,
+                "max_tokens": 50, "logprobs": True,
+            }  # fmt: skip
+            bare = await official.chat.completions.create(**asked)
+            assert bare.usage.completion_tokens_details is None
+            asked["prediction"] = {"type": "content", "content": bare.choices[0].message.content}
+            answer = await official.chat.completions.create(**asked)
+            assert answer.choices == bare.choices
+            details = answer.usage.completion_tokens_details
+            assert details.accepted_prediction_tokens > 70
+            chunks = await official.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+            usage = [chunk.usage async for chunk in chunks][-1]
+            # Not the very same numbers: the router has learned what a prediction is worth meanwhile.
+            assert usage.completion_tokens_details.accepted_prediction_tokens > 70
+            await official.close()
 
     asyncio.run(main())
 
