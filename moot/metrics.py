@@ -74,6 +74,9 @@ class Metrics:
             "proposals_dropped", "Proposals that had no vote, and why.", "drafter", "reason"
         )
         self.asks_spared = self._counter("asks_spared", "Questions that dear drafters were spared by a sure cheap one.")
+        self.drafters_left_out = self._gauge(
+            "drafters_left_out", "1 while rounds ask this drafter only to try it, and why.", "drafter", "reason"
+        )
         self.answers_dropped = self._counter(
             "answers_dropped", "Answers of peers that fitted no open wait, and why.", "role", "reason"
         )

@@ -167,6 +167,10 @@ class DraftCost:
         decay = self._decay**weight
         self._sums = [old * decay + weight * add for old, add in zip(self._sums, new, strict=True)]
 
+    def forget(self) -> None:
+        """Other drafters are asked from now on."""
+        self._sums = [0.0] * 5
+
     def seconds(self, num_speculative_tokens: int) -> float:
         """0 for K = 0, and before the first sample."""
         count, k, kk, total, weighted = self._sums

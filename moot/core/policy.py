@@ -15,7 +15,8 @@ from moot.core.calibration import Calibration, ShareAcceptance
 from moot.core.cascade import ALWAYS_ASK, expected_share, is_dear
 from moot.core.costs import DraftCost, RoundTimes, VerifyCost
 from moot.core.errors import ConfigError
-from moot.core.generation import Advance, Generation
+from moot.core.generation import Advance, Generation, num_leading
+from moot.core.panel import ALL, PANELS, PAYING, Answer, Panel, PanelRound
 from moot.core.registry import named
 from moot.core.shapes import SHAPES
 from moot.core.speculation import (
@@ -86,16 +87,24 @@ class PoolPolicy:
     cascade: float = ALWAYS_ASK
     """Part of K that the best proposal of cheap drafters must be expected to bring for dear ones not to be asked."""
 
-    def open(self, drafter_ids: Sequence[str], num_speculative_tokens: int | None = None) -> RequestPolicy:
+    panel: Panel = field(default_factory=Panel)
+    asks: str = PAYING
+    """`paying`: as the panel says; `all`: every drafter in every round."""
+
+    def open(
+        self, drafter_ids: Sequence[str], num_speculative_tokens: int | None = None, *, is_chosen: bool = False
+    ) -> RequestPolicy:
         """The policy of one request with this electorate.
 
         `num_speculative_tokens`: 0 for no drafting, n for always n (not above the pool's), None for the length policy.
+        `is_chosen`: the request has named its drafters; then all of them are asked.
         """
         weights = WEIGHTS[self.weights](self.pool_weights.start(drafter_ids))
         length, most = self._length(num_speculative_tokens), self.num_speculative_tokens
         if num_speculative_tokens is not None:
             most = min(max(num_speculative_tokens, 0), most)
-        return RequestPolicy(self, weights, length, most, num_speculative_tokens is None)
+        panel = None if is_chosen or self.asks == ALL else self.panel
+        return RequestPolicy(self, weights, length, most, num_speculative_tokens is None, panel)
 
     def _length(self, asked: int | None) -> LengthPolicy:
         most = self.num_speculative_tokens
@@ -117,13 +126,22 @@ class PoolPolicy:
         self.families.pop(drafter_id, None)
         self.calibration.forget(drafter_id)
         self.pool_weights.forget(drafter_id)
+        self.panel.forget(drafter_id)
 
 
 class RequestPolicy:
     """The policy of one request. `close` when it ends: its weights flow back into the pool's."""
 
-    def __init__(self, pool: PoolPolicy, weights: Weights, length: LengthPolicy, most: int, is_adaptive: bool) -> None:
-        """`most`: the greatest K that `length` comes to."""
+    def __init__(
+        self,
+        pool: PoolPolicy,
+        weights: Weights,
+        length: LengthPolicy,
+        most: int,
+        is_adaptive: bool,
+        panel: Panel | None = None,
+    ) -> None:
+        """`most`: the greatest K that `length` comes to. `panel`: None where all are asked."""
         self.most = most
         self._pool = pool
         self._weights = weights
@@ -135,6 +153,7 @@ class RequestPolicy:
         self._seconds = 0.0
         self._tokens = 0.0
         self._next_base: int | None = None
+        self._panel = panel
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -156,6 +175,10 @@ class RequestPolicy:
         value = self._seconds / self._tokens if self._tokens else seconds(before)
         # A slower step is paid by each of its requests.
         return Plan(length, budget, value, lambda num_tokens: requests * seconds(before + num_tokens))
+
+    def choose(self, drafter_ids: Sequence[str]) -> Sequence[str]:
+        """Whom of the request's drafters a round that drafts asks. Called once for each."""
+        return drafter_ids if self._panel is None else self._panel.choose(drafter_ids)
 
     @property
     def has_cascade(self) -> bool:
@@ -195,9 +218,11 @@ class RequestPolicy:
         verification: Verification,
         draft_seconds: float,
         round_seconds: float | None = None,
+        answers: Mapping[str, float | None] | None = None,
     ) -> None:
         """Learn from a committed round. `draft_seconds`: from asking the drafters to the vote; `round_seconds`: from
-        asking to this moment, None where it is not known."""
+        asking to this moment, None where it is not known. `answers`: per drafter that was asked the seconds until its
+        answer, None where it missed the vote; no mapping: not known."""
         pool = self._pool
         if self._next_base is not None and self._next_base != advance.base_length:
             # A session opened again has committed a token that no round has shown to the weights.
@@ -230,12 +255,20 @@ class RequestPolicy:
         if verification.batch_tokens <= most_tokens + _PREFILL_TOKENS:
             # Prefill is cheaper by the token: its steps would make large drafts look cheap.
             pool.verify_cost.observe(verification.batch_tokens, forward_seconds, 1 / num_requests)
-        pool.draft_cost.observe(plan.num_speculative_tokens, draft_seconds, 1 / num_requests)
+        # What a trial waited for is no usual wait.
+        if not pool.panel.is_trial(answers or ()):
+            pool.draft_cost.observe(plan.num_speculative_tokens, draft_seconds, 1 / num_requests)
         drafting = draft_seconds if plan.num_speculative_tokens else 0.0
         waiting = verification.queue_us * 1e-6
         # A round that nobody timed took what its parts took.
         total = drafting + waiting + forward_seconds if round_seconds is None else round_seconds
         times = RoundTimes(total, drafting, waiting, forward_seconds)
+        if self._panel is not None and answers and plan.num_speculative_tokens:
+            heard = _heard(answers, result.ballot.proposals, advance)
+            done = PanelRound(heard, advance.num_accepted, len(advance.token_ids), draft_seconds, total)
+            if self._panel.learn(done, num_requests):
+                # Others are waited for from now on.
+                pool.draft_cost.forget()
         pool.usual = times if pool.usual is None else pool.usual.moved(times, _FOLLOWING / num_requests)
         usual = self._usual = pool.usual if self._usual is None else self._usual.moved(times, _FOLLOWING)
         others = min(max(verification.batch_tokens - 1 - num_drafted, 0), most_tokens)
@@ -279,6 +312,15 @@ def learn_ballot(
         node = right
 
 
+def _heard(answers: Mapping[str, float | None], proposals: Sequence[Proposal], advance: Advance) -> dict[str, Answer]:
+    accepted = advance.token_ids[: advance.num_accepted]
+    right = dict.fromkeys(answers, 0)
+    for proposal in proposals:
+        if proposal.drafter_id in right:
+            right[proposal.drafter_id] = max(right[proposal.drafter_id], num_leading(proposal.token_ids, accepted))
+    return {drafter_id: Answer(right[drafter_id], seconds) for drafter_id, seconds in answers.items()}
+
+
 def make_policy(
     *,
     vote: str = "calibrated",
@@ -289,16 +331,18 @@ def make_policy(
     max_draft_tokens: int = 16,
     families: Mapping[str, str] | None = None,
     cascade: float = ALWAYS_ASK,
+    asks: str = PAYING,
 ) -> PoolPolicy:
     """A bundle from names. Raises ConfigError for an unknown name, with the known ones, and for limits out of range.
 
     `num_speculative_tokens`: the greatest K; `max_draft_tokens`: nodes in one draft; `families`: drafter id to family;
-    `cascade`: see PoolPolicy.
+    `cascade`, `asks`: see PoolPolicy.
     """
     named("vote", vote, POLICIES)
     named("shape", shape, SHAPES)
     named("weights", weights, WEIGHTS)
     named("length", length, dict.fromkeys(LENGTHS))
+    named("asks", asks, dict.fromkeys(PANELS))
     if num_speculative_tokens < 0 or max_draft_tokens < 0:
         raise ConfigError("num_speculative_tokens and max_draft_tokens must not be negative")
     if not 0.0 <= cascade <= ALWAYS_ASK:
@@ -315,4 +359,5 @@ def make_policy(
         acceptance=ShareAcceptance(1.0 if vote == "calibrated" else _UNCALIBRATED_SCALE),
         positions=PositionAcceptance(num_speculative_tokens, decay=0.995),
         cascade=cascade,
+        asks=asks,
     )

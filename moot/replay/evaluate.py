@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from moot.core.errors import ConfigError
+from moot.core.panel import ALL
 from moot.core.policy import PoolPolicy, make_policy
 from moot.core.types import Proposal
 from moot.replay.folder import Recording
@@ -22,6 +23,7 @@ class Policies:
     shape: str = "tree"
     weights: str = "hedge"
     length: str = "fixed"
+    asks: str = ALL
     num_speculative_tokens: int = 8
     max_draft_tokens: int = 16
     width: int = 1
@@ -54,6 +56,7 @@ class Replay:
                 shape=policies.shape,
                 weights=policies.weights,
                 length=policies.length,
+                asks=policies.asks,
                 num_speculative_tokens=policies.num_speculative_tokens,
                 max_draft_tokens=policies.max_draft_tokens,
             )

@@ -66,8 +66,10 @@ def play(text: TargetText, said: Mapping[str, Said], pool: PoolPolicy, setting: 
     while not generation.is_finished:
         place = len(generation.output_token_ids) - 1
         asks = plan.num_speculative_tokens > 0
-        proposals = _ask(said, place, plan.num_speculative_tokens, setting) if asks else []
-        draft_s = max((one.seconds[place] for one in said.values()), default=0.0) if asks else 0.0
+        asked = {drafter_id: said[drafter_id] for drafter_id in policy.choose(list(said))} if asks else {}
+        proposals = _ask(asked, place, plan.num_speculative_tokens, setting)
+        answers = {drafter_id: one.seconds[place] for drafter_id, one in asked.items()}
+        draft_s = max(answers.values(), default=0.0)
         result = policy.vote(plan, proposals)
         forward_s = setting.clock.step.seconds(1 + len(result.draft), 1)
         verification = _verification(text, generation, result.draft, forward_s)
@@ -78,7 +80,7 @@ def play(text: TargetText, said: Mapping[str, Said], pool: PoolPolicy, setting: 
         before = plan
         if not generation.is_finished:
             plan = policy.plan(generation, setting.context_limit)
-        policy.learn(before, result, advance, verification, draft_s, round_s)
+        policy.learn(before, result, advance, verification, draft_s, round_s, answers)
     policy.close()
     return played
 

@@ -171,7 +171,7 @@ class Request:
         counts.round_s += self._timeline.now - self._round_at
         counts.draft_s += box.draft_s if box.plan.num_speculative_tokens else 0.0
         round_s = self._timeline.now - box.asked_at
-        return lambda: self._policy.learn(box.plan, result, advance, found, box.draft_s, round_s)
+        return lambda: self._policy.learn(box.plan, result, advance, found, box.draft_s, round_s, box.answers)
 
     def _ask(self) -> None:
         plan = self._policy.plan(self._generation, CONTEXT_LIMIT)
@@ -181,8 +181,9 @@ class Request:
         self._counts.switches += self._last_length >= 0 and length != self._last_length
         self._last_length = length
         box = self._box = _Box(self, plan, self._timeline.now)
-        asked = [(i, one) for i, one in enumerate(self._drafting) if one is not None] if length else []
+        asked = self._chosen() if length else []
         box.open = {number for number, _ in asked}
+        box.answers = {self._pools[number].plan.drafter_id: None for number, _ in asked}
         position = len(self._generation.output_token_ids)
 
         def put() -> None:
@@ -196,12 +197,21 @@ class Request:
             self._timeline.after(self._plan.soft_deadline_s, box.soft_deadline)
             self._timeline.after(self._plan.hard_deadline_s, box.close)
 
+    def _chosen(self) -> list[tuple[int, DraftSession]]:
+        """The sessions that a round asks, each with the number of its pool."""
+        found = {self._pools[i].plan.drafter_id: (i, one) for i, one in enumerate(self._drafting) if one is not None}
+        return [found[drafter_id] for drafter_id in self._policy.choose(list(found))]
+
     def _work(self, seconds: float, action: Callable[[], None]) -> None:
         """CPU of the router; nothing waits in its queue for none."""
         if seconds:
             self._router.work(seconds, action)
         else:
             action()
+
+    @property
+    def now(self) -> float:
+        return self._timeline.now
 
     @property
     def plan(self) -> RouterPlan:
@@ -246,7 +256,7 @@ class _Box:
     """The proposals of one round: closed when all have answered, when a quorum has by the soft deadline, or at the hard
     one."""
 
-    __slots__ = ("_is_closed", "_request", "asked_at", "draft_s", "open", "plan", "proposals", "result")
+    __slots__ = ("_is_closed", "_request", "answers", "asked_at", "draft_s", "open", "plan", "proposals", "result")
 
     def __init__(self, request: Request, plan: Plan, asked_at: float) -> None:
         self._request = request
@@ -255,6 +265,8 @@ class _Box:
         self.asked_at = asked_at
         self.draft_s = 0.0
         self.open: set[int] = set()
+        self.answers: dict[str, float | None] = {}
+        """Per drafter that was asked the seconds until its answer was there."""
         self.proposals: list[Proposal] = []
         self.result: VoteResult | None = None
 
@@ -265,8 +277,10 @@ class _Box:
     def _arrive(self, number: int, proposal: Proposal | None) -> None:
         if self._is_closed or number not in self.open:
             return
-        if proposal is not None and proposal.token_ids:
-            self.proposals.append(proposal)
+        if proposal is not None:
+            self.answers[proposal.drafter_id] = self._request.now - self.asked_at
+            if proposal.token_ids:
+                self.proposals.append(proposal)
         self.lose(number)
 
     def lose(self, number: int) -> None:

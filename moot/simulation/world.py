@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from moot.core.panel import PAYING
 from moot.core.policy import PoolPolicy, make_policy
 from moot.simulation.drafters import DrafterPool, DraftSession, PoolPlan
 from moot.simulation.events import Cores, Server, Timeline
@@ -31,6 +32,7 @@ class Scenario:
     max_speculative_tokens: int = 8
     max_draft_tokens: int = 16
     shape: str = "tree"
+    asks: str = PAYING
     warm_up_s: float = 5.0
     measure_s: float = 10.0
     fail_at_s: float | None = None
@@ -72,6 +74,7 @@ def make_pool_policy(scenario: Scenario) -> PoolPolicy:
     """What a router of this scenario starts with."""
     return make_policy(
         shape=scenario.shape,
+        asks=scenario.asks,
         num_speculative_tokens=scenario.max_speculative_tokens,
         max_draft_tokens=scenario.max_draft_tokens,
         families={plan.drafter_id: plan.family or plan.drafter_id for plan in scenario.pools},

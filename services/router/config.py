@@ -9,6 +9,7 @@ from pathlib import Path
 from moot.config import option
 from moot.core.cascade import ALWAYS_ASK
 from moot.core.errors import ConfigError
+from moot.core.panel import PANELS, PAYING
 from moot.core.shapes import SHAPES
 from moot.core.speculation import LENGTHS
 from moot.core.voting import POLICIES
@@ -72,6 +73,9 @@ class RouterConfig(LinkOptions):
         ALWAYS_ASK,
         help="part of K that the best proposal of cheap drafters must be expected to bring for dear drafters not to be "
         "asked in a round; 1: they always are",
+    )
+    asks: str = option(
+        PAYING, help="whom rounds ask: the drafters that bring more than waiting for them costs, or all", choices=PANELS
     )
     num_speculative_tokens: int = option(8, help="greatest K; 0: no drafting at all")
     max_draft_tokens: int = option(16, help="tokens of one draft, all branches of a tree together")

@@ -44,6 +44,8 @@ class Electorate:
         self.ballots = ballots
         self.metrics = metrics
         self.sources: dict[str, DrafterSource] = {}
+        self._left_out: dict[str, str] = {}
+        self._num_panel_changes = 0
         self.drafting_share = 1.0
         """Of late, the part of the rounds whose K is left to the policy that drafted; fading."""
 
@@ -63,7 +65,8 @@ class Electorate:
                 )
             chosen = [self.sources[name] for name in dict.fromkeys(names)]
         chosen = [source for source in chosen if num_speculative_tokens != 0 and source.serves(prefix)]
-        policy = self.policy.open([source.drafter_id for source in chosen], num_speculative_tokens)
+        drafter_ids = [source.drafter_id for source in chosen]
+        policy = self.policy.open(drafter_ids, num_speculative_tokens, is_chosen=names is not None)
         return Voters(self, prefix, chosen, policy, num_speculative_tokens is None)
 
     def admit_inside(self, drafter_id: str, family: str) -> None:
@@ -72,10 +75,29 @@ class Electorate:
             _log.warning("drafter inside a verifier has the id of another", extra={"drafter": drafter_id})
             return
         self.policy.admit(drafter_id, family)
+        # What is wished of it is wished before it is known whom the round asks.
+        self.policy.panel.exempt.add(drafter_id)
         self.sources[drafter_id] = InsideSource(drafter_id, self.metrics)
 
     def note_round(self, has_drafted: bool) -> None:
         self.drafting_share += (has_drafted - self.drafting_share) / DRAFTING_ROUNDS
+
+    def publish_panel(self) -> None:
+        """Whom rounds do not ask any more, and why, where that has changed."""
+        panel, gauge = self.policy.panel, self.metrics.drafters_left_out
+        if panel.num_changes == self._num_panel_changes:
+            return
+        self._num_panel_changes = panel.num_changes
+        before, self._left_out = self._left_out, dict(panel.left_out)
+        for drafter_id, reason in before.items():
+            if self._left_out.get(drafter_id) != reason:
+                gauge.labels(drafter_id, reason).set(0)
+        for drafter_id, reason in self._left_out.items():
+            if before.get(drafter_id) != reason:
+                gauge.labels(drafter_id, reason).set(1)
+        _log.info(
+            "panel changed", extra={"left_out": ", ".join(f"{one}: {why}" for one, why in self._left_out.items())}
+        )
 
     def publish_weights(self) -> None:
         """The weights that the next request starts from."""
@@ -106,6 +128,8 @@ class Voters:
         self._loop = asyncio.get_running_loop()
         self._asked_at = 0.0
         self._last_length: int | None = None
+        self._answers: dict[str, float | None] = {}
+        """Of the round that was collected last: seconds until each answer, None where it missed the vote."""
         self.num_top_candidates = 0
         if any(source.wants_top_candidates for source in sources):
             self.num_top_candidates = self._ballots.num_top_candidates
@@ -143,8 +167,9 @@ class Voters:
             self._loop, soft_s=ballots.soft_deadline_s, hard_s=ballots.hard_deadline_s, quorum=ballots.quorum
         )
         if plan.num_speculative_tokens:
-            dear = [drafter for drafter in self._drafters if self._policy.is_dear(drafter.answer_seconds)]
-            for drafter in self._drafters:
+            chosen = self._chosen()
+            dear = [drafter for drafter in chosen if self._policy.is_dear(drafter.answer_seconds)]
+            for drafter in chosen:
                 if drafter not in dear:
                     drafter.ask(box, plan.num_speculative_tokens, ballots.width)
             if dear and not self._policy.is_sure(plan, self._cast_so_far(box, plan)):
@@ -153,6 +178,15 @@ class Voters:
             else:
                 self._metrics.asks_spared.inc(len(dear))
         return box
+
+    def _chosen(self) -> list[Drafter]:
+        """Whom this round asks."""
+        chosen = self._policy.choose([drafter.drafter_id for drafter in self._drafters])
+        return (
+            self._drafters
+            if len(chosen) == len(self._drafters)
+            else [drafter for drafter in self._drafters if drafter.drafter_id in chosen]
+        )
 
     def _cast_so_far(self, box: BallotBox, plan: Plan) -> list[Proposal]:
         return [
@@ -164,7 +198,10 @@ class Voters:
 
     async def collect(self, box: BallotBox, plan: Plan, vocab_size: int) -> list[Proposal]:
         """The proposals that may vote, once the box has closed; every other one is dropped and counted."""
-        for drafter in await box.close():
+        missed = await box.close()
+        self._answers = {drafter_id: at - self._asked_at for drafter_id, at in box.answered_at.items()}
+        for drafter in missed:
+            self._answers[drafter.drafter_id] = None
             drafter.missed()
         valid: list[Proposal] = []
         for drafter, proposals in box.proposals:
@@ -205,7 +242,8 @@ class Voters:
         """Both durations from asking the drafters: to the vote, and to the answer's commit."""
         # Drafting inside the verifier was asked for by this plan, too, and is paid by this round.
         draft_seconds += verification.inside_us * 1e-6
-        self._policy.learn(plan, result, advance, verification, draft_seconds, round_seconds)
+        self._policy.learn(plan, result, advance, verification, draft_seconds, round_seconds, self._answers)
+        self._electorate.publish_panel()
 
     def hear_inside(self, verification: Verification) -> None:
         """What drafters inside the verifier propose for the next round has come with its answer."""

@@ -62,6 +62,7 @@ class Peers:
             num_speculative_tokens=config.num_speculative_tokens,
             max_draft_tokens=config.max_draft_tokens,
             cascade=config.cascade,
+            asks=config.asks,
         )
         self.electorate = Electorate(policy, config.ballot_policy, metrics)
         self.pools = {
@@ -109,6 +110,8 @@ class Peers:
                 raise ConfigError(f"--request-drafters: a drafter named {spec.drafter_id} is there: give it another id")
             proposer = create(spec.kind, {"vocab_size": vocab_size, **spec.options})
             pools.append(LocalPool(spec.drafter_id, proposer, self._config.strike_policy, self._metrics))
+            # What one request's prediction was worth says nothing of the next one's.
+            self.electorate.policy.panel.exempt.add(spec.drafter_id)
         return pools
 
     def start(self) -> None:

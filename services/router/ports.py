@@ -66,7 +66,7 @@ class BallotBox:
 
     __slots__ = (
         *("_awaited", "_hard_at", "_loop", "_num_asked", "_quorum", "_soft_at", "_timer", "_waiter"),
-        *("closed", "proposals"),
+        *("answered_at", "closed", "proposals"),
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, soft_s: float, hard_s: float, quorum: float) -> None:
@@ -80,6 +80,8 @@ class BallotBox:
         self._timer: asyncio.TimerHandle
         self.closed = False
         self.proposals: list[tuple[Drafter, tuple[Proposal, ...]]] = []
+        self.answered_at: dict[str, float] = {}
+        """Drafter id to when its answer came, by the loop's time."""
 
     def expect(self, drafter: Drafter) -> None:
         """Called before a drafter is asked."""
@@ -99,6 +101,7 @@ class BallotBox:
             return False
         self._awaited.discard(drafter)
         self.proposals.append((drafter, proposals))
+        self.answered_at[drafter.drafter_id] = self._loop.time()
         self._wake()
         return True
 

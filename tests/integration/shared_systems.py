@@ -23,8 +23,8 @@ PATIENT = (
     *("--heartbeat-interval-s", "2"),
 )
 """A round waits for every drafter, on a busy machine as well: what these tests look for depends on no speed."""
-FIXED = ("--length", "fixed", *PATIENT)
-"""And drafts are made in every round, whatever they cost."""
+FIXED = ("--length", "fixed", "--asks", "all", *PATIENT)
+"""And drafts are made in every round, by all drafters, whatever they cost."""
 DEADLINES = (
     "--vote-soft-deadline-ms",
     "1000",

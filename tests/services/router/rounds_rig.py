@@ -170,7 +170,8 @@ async def rig(
         metrics,
         on_inside=lambda one: electorate.admit_inside(one.drafter_id, one.family),
     )
-    bundle = make_policy(**({"num_speculative_tokens": 6, "length": "fixed", "shape": "chain"} | policy))
+    chosen = {"num_speculative_tokens": 6, "length": "fixed", "shape": "chain", "asks": "all"} | policy
+    bundle = make_policy(**chosen)
     electorate = Electorate(bundle, ballots, metrics)
     pools = {
         drafter_id: DrafterPool(

@@ -24,7 +24,7 @@ def test_dear_drafters_are_spared_where_a_cheap_one_is_sure(cascade: float) -> N
     async def main() -> None:
         drafter = ScriptedDrafter(TEXT, spoil=0.0)
         drafter.delay_s = 0.01
-        async with rig(text=TEXT, drafters={"slow": [drafter]}, cascade=cascade) as running:
+        async with rig(text=TEXT, drafters={"slow": [drafter]}, cascade=cascade, asks="all") as running:
             proposer = create("prediction", {"vocab_size": 257})
             running.electorate.sources["prediction"] = LocalPool(
                 "prediction", proposer, StrikePolicy(), running.metrics
