@@ -9,9 +9,9 @@ arguments.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from moot.core.speculation import Probes
 
@@ -31,6 +31,7 @@ _ASK: Final = 0.002
 """What asking one drafter costs beside waiting for it, as a part of a round: messages, and its own work."""
 _BETTER: Final = 1.001
 """How much faster the rest must have been."""
+_SHORTEST_S: Final = 1e-9
 _TRIALS: Final = 8
 """The latest rounds in which a drafter that is left out was tried."""
 _FEWEST_TRIALS: Final = 4
@@ -39,8 +40,7 @@ _SHARE: Final = 0.005
 """Part of the time that trying may take, of all drafters together that are left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """Of one drafter that was asked in a round. `num_right`: leading tokens of its best proposal that were accepted;
     `seconds`: from asking to its answer; None: it did not come before the vote."""
 
@@ -58,20 +58,56 @@ class PanelRound:
     draft_seconds: float
     seconds: float
 
-    def without(self, left_out: frozenset[str]) -> tuple[int, float]:
-        """Tokens that it would not have brought without these, and seconds that it would not have waited."""
-        right, there = 0, 0.0
-        for drafter_id, answer in self.answers.items():
-            if drafter_id not in left_out:
-                right = max(right, answer.num_right)
-                there = max(there, self.waited(drafter_id))
-        last = max(map(self.waited, self.answers), default=0.0)
-        return max(self.num_accepted - right, 0), min(last - there, self.seconds)
 
-    def waited(self, drafter_id: str) -> float:
-        """Seconds until this one's answer was there, or the vote went on without."""
-        seconds = self.answers[drafter_id].seconds
-        return self.draft_seconds if seconds is None else min(seconds, self.draft_seconds)
+class _Played:
+    """Rounds in columns, to be played again without some drafters. A drafter that was not asked in a round was neither
+    right nor waited for there."""
+
+    def __init__(self, rounds: Sequence[PanelRound]) -> None:
+        self.drafter_ids = sorted({drafter_id for done in rounds for drafter_id in done.answers})
+        self.num_asked = dict.fromkeys(self.drafter_ids, 0)
+        self.num_silent = dict.fromkeys(self.drafter_ids, 0)
+        self._num_rounds = len(rounds)
+        self._accepted = [done.num_accepted for done in rounds]
+        self._tokens = sum([done.num_tokens for done in rounds])
+        self._seconds = sum([done.seconds for done in rounds])
+        self._right = {drafter_id: [0] * len(rounds) for drafter_id in self.drafter_ids}
+        self._waits = {drafter_id: [0.0] * len(rounds) for drafter_id in self.drafter_ids}
+        for index, done in enumerate(rounds):
+            for drafter_id, (num_right, seconds) in done.answers.items():
+                self.num_asked[drafter_id] += 1
+                self.num_silent[drafter_id] += seconds is None
+                self._right[drafter_id][index] = num_right
+                # The vote went on without those that were later.
+                wait = done.draft_seconds if seconds is None else min(seconds, done.draft_seconds)
+                self._waits[drafter_id][index] = wait
+        nothing = [0.0] * len(rounds)
+        self._waited = sum(map(max, *self._waits.values(), nothing, nothing))
+
+    def mean_wait(self, drafter_id: str) -> float:
+        return sum(self._waits[drafter_id]) / self.num_asked[drafter_id]
+
+    def without(self, left_out: Set[str]) -> tuple[float, float]:
+        """Tokens that the rounds would have brought, and seconds that they would have taken."""
+        kept = [drafter_id for drafter_id in self.drafter_ids if drafter_id not in left_out]
+        nothing = [0] * self._num_rounds
+        right = map(max, *[self._right[drafter_id] for drafter_id in kept], nothing, nothing)
+        waits = map(max, *[self._waits[drafter_id] for drafter_id in kept], nothing, nothing)
+        tokens = self._tokens - sum(self._accepted) + sum(map(min, self._accepted, right))
+        return tokens, max(self._seconds - self._waited + sum(waits), _SHORTEST_S)
+
+    def speed(self, left_out: Set[str]) -> float:
+        """Tokens per second without these."""
+        tokens, seconds = self.without(left_out)
+        asked = sum([count for drafter_id, count in self.num_asked.items() if drafter_id not in left_out])
+        return tokens / (seconds * (1 + _ASK * asked / self._num_rounds))
+
+    def share(self, drafter_id: str, left_out: Set[str]) -> tuple[float, float]:
+        """What a drafter brings beside the others, without `left_out`, as a part of the tokens; and what it costs, as a
+        part of the time without it."""
+        tokens, seconds = self.without(left_out - {drafter_id})
+        tokens_without, seconds_without = self.without(left_out | {drafter_id})
+        return (tokens - tokens_without) / max(tokens, 1.0), seconds / seconds_without - 1 + _ASK
 
 
 @dataclass(slots=True)
@@ -127,8 +163,9 @@ class Panel:
         self._rounds.append(done)
         if len(self._rounds) < WINDOW + _WINDOW_PER_REQUEST * (num_requests - 1):
             return False
-        left = self._leave_out()
-        for drafter_id in {one for done in self._rounds for one in done.answers} - left:
+        played = _Played(self._rounds)
+        left = self._leave_out(played)
+        for drafter_id in set(played.drafter_ids) - left:
             if drafter_id in self._patience:
                 self._patience[drafter_id] = max(self._patience[drafter_id] // 2, _AFTER)
         self._rounds.clear()
@@ -142,79 +179,43 @@ class Panel:
     def _learn_of_trial(self, done: PanelRound) -> bool:
         changed = False
         for drafter_id in [one for one in done.answers if one in self._absent]:
-            absence, alone = self._absent[drafter_id], frozenset((drafter_id,))
+            absence, alone = self._absent[drafter_id], {drafter_id}
             absence.trials.append(done)
-            absence.cost = _share(absence.trials, frozenset(), alone)[1]
-            if _gain([done], frozenset(), alone) < 1 / _BETTER:
+            last, trials = _Played([done]), _Played(list(absence.trials))
+            absence.cost = trials.share(drafter_id, frozenset())[1]
+            if last.speed(frozenset()) > _BETTER * last.speed(alone):
                 # It has paid for itself.
                 absence.probes.accepted()
-            if len(absence.trials) >= _FEWEST_TRIALS and _gain(absence.trials, frozenset(), alone) < 1 / _BETTER:
+            pays = trials.speed(frozenset()) > _BETTER * trials.speed(alone)
+            if pays and len(absence.trials) >= _FEWEST_TRIALS:
                 del self._absent[drafter_id]
                 self._rounds.clear()
                 self.num_changes += 1
                 changed = True
         return changed
 
-    def _leave_out(self) -> frozenset[str]:
+    def _leave_out(self, played: _Played) -> frozenset[str]:
         """Leave out whom the window was faster without; who they are."""
-        rounds, left = self._rounds, frozenset[str]()
-        drafter_ids = sorted({drafter_id for done in rounds for drafter_id in done.answers})
-        slowest = sorted(set(drafter_ids) - self.exempt, key=lambda one: (-_mean_wait(rounds, one), one))
+        left = frozenset[str]()
+        slowest = sorted(set(played.drafter_ids) - self.exempt, key=lambda one: (-played.mean_wait(one), one))
         # Somebody stays.
-        fewest = int(len(slowest) == len(drafter_ids))
+        fewest = int(len(slowest) == len(played.drafter_ids))
         while len(remaining := [one for one in slowest if one not in left]) > fewest:
             # One alone, or all that are as slow as one: of two that are equally slow neither is waited for alone.
-            sets = [frozenset(remaining[:count]) for count in range(1, len(remaining) + 1 - fewest)]
-            sets += [frozenset((one,)) for one in remaining]
-            gains = [_gain(rounds, left, one) for one in sets]
-            best = max(range(len(sets)), key=gains.__getitem__)
-            if gains[best] < _BETTER:
+            sets = {left.union(remaining[:count]) for count in range(1, len(remaining) + 1 - fewest)}
+            sets |= {left | {one} for one in remaining}
+            best = max(sorted(sets, key=sorted), key=played.speed)
+            if played.speed(best) < _BETTER * played.speed(left):
                 break
-            left |= sets[best]
+            left = best
         self.num_changes += bool(left)
         for drafter_id in left:
             wait = self._patience.get(drafter_id, _AFTER)
             # One that came back and is left out again is tried less often.
             self._patience[drafter_id] = min(2 * wait, _AT_MOST)
-            reason, cost = _judged(rounds, left - {drafter_id}, drafter_id)
-            self._absent[drafter_id] = _Absence(reason, Probes(wait, _AT_MOST, _SHARE), cost)
+            brings, costs = played.share(drafter_id, left)
+            reason = USELESS if brings <= _ASK else SLOW
+            if 2 * played.num_silent[drafter_id] > played.num_asked[drafter_id]:
+                reason = SILENT
+            self._absent[drafter_id] = _Absence(reason, Probes(wait, _AT_MOST, _SHARE), costs)
         return left
-
-
-def _judged(rounds: Iterable[PanelRound], left: frozenset[str], drafter_id: str) -> tuple[str, float]:
-    """Why a drafter does not pay where `left` are left out, too; and what a round with it costs, in rounds without."""
-    own = [done for done in rounds if drafter_id in done.answers]
-    brings, costs = _share(own, left, frozenset((drafter_id,)))
-    if 2 * sum(done.answers[drafter_id].seconds is None for done in own) > len(own):
-        return SILENT, costs
-    return USELESS if brings <= _ASK else SLOW, costs
-
-
-def _share(rounds: Iterable[PanelRound], left: frozenset[str], out: frozenset[str]) -> tuple[float, float]:
-    """What `out` bring beside the others, without `left`, as a part of the tokens; and what they cost, as a part of a
-    round without them."""
-    brought = saved = tokens = seconds = 0.0
-    for done in rounds:
-        (lost, gone), (all_lost, all_gone) = done.without(left), done.without(left | out)
-        brought, saved = brought + all_lost - lost, saved + all_gone - gone
-        tokens, seconds = tokens + done.num_tokens - lost, seconds + done.seconds - all_gone
-    return brought / max(tokens, 1.0), saved / max(seconds, 1e-9) + _ASK * len(out)
-
-
-def _gain(rounds: Iterable[PanelRound], left: frozenset[str], out: frozenset[str]) -> float:
-    """Tokens per second without `left` and `out`, of those without `left`."""
-    before, after = [0.0, 0.0], [0.0, 0.0]
-    for done in rounds:
-        for sums, absent in ((before, left), (after, left | out)):
-            lost, saved = done.without(absent)
-            num_asked = sum(drafter_id not in absent for drafter_id in done.answers)
-            sums[0] += done.num_tokens - lost
-            sums[1] += (done.seconds - saved) * (1 + _ASK * num_asked)
-    if before[0] <= 0 or after[1] <= 0 or before[1] <= 0:
-        return 0.0
-    return (after[0] / after[1]) / (before[0] / before[1])
-
-
-def _mean_wait(rounds: Iterable[PanelRound], drafter_id: str) -> float:
-    waits = [done.waited(drafter_id) for done in rounds if drafter_id in done.answers]
-    return sum(waits) / len(waits)
