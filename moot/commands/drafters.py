@@ -10,7 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from moot.client import Client, RequestFailed
 from moot.commands.common import table
 from moot.config import load_config, option
+from moot.proposers.entries import INSIDE_KINDS
 from moot.proposers.registry import MODEL_FREE_KINDS, REQUEST_KINDS, known_kinds
+from moot.shipped import PREFIX, shipped_names
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 COLUMNS = {
@@ -36,7 +38,9 @@ def run(argv: Sequence[str]) -> int:
         example="moot drafters --url http://127.0.0.1:8000",
     )
     kinds = [[kind, "no" if kind in (*MODEL_FREE_KINDS, *REQUEST_KINDS) else "yes"] for kind in known_kinds()]
+    kinds += [[kind, "the target's, inside the verifier"] for kind in INSIDE_KINDS]
     print(table(["kind", "needs a model"], kinds))
+    print("\n" + table(["comes with the package"], [[PREFIX + name] for name in shipped_names()]))
     try:
         exposition = Client(config.url or DEFAULT_URL, config.api_key).get("/metrics").decode()
     except RequestFailed as error:

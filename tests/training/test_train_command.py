@@ -10,6 +10,7 @@ import pytest
 from moot.cli import main
 from moot.proposers.datastore import Datastore
 from moot.training.store import TextStore
+from moot.training.teacher import product_dtype
 
 
 def test_from_a_target_to_a_drafter_and_a_datastore(
@@ -33,6 +34,8 @@ def test_from_a_target_to_a_drafter_and_a_datastore(
     folder = Path(capsys.readouterr().out.strip())
     assert folder.is_relative_to(tmp_path / "cache" / "training")
     assert TextStore(folder).indices() == [0]
+    # Never what a short measurement found: a busy moment would begin another text.
+    assert TextStore(folder).manifest["dtype"] == str(product_dtype())
     heads = tmp_path / "heads"
     assert main([*common, "--kind", "heads", "--size", "small", "--passes", "0.05", "--out", str(heads)]) == 0
     assert json.loads((heads / "config.json").read_text())["kind"] == "heads"
