@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json",
+_VOCABULARY = "tokenizer.json"
+_TOKENIZER = (_VOCABULARY, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json",
               "merges.txt", "tokenizer.model", "added_tokens.json")  # fmt: skip
 _MEASURES = {
     "tokens": "tokens measured",
@@ -79,3 +81,8 @@ def copy_tokenizer(folder: Path, target: Path, tokenizer: Any) -> None:
             # A link of an older training would be written through.
             (folder / name).unlink(missing_ok=True)
             shutil.copyfile(target / name, folder / name)
+            if name == _VOCABULARY:
+                # Written with indents, it is 40 % white space.
+                content = json.loads((folder / name).read_text(encoding="utf-8"))
+                compact = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+                (folder / name).write_text(compact, encoding="utf-8")
