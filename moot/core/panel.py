@@ -29,13 +29,16 @@ _WINDOW_PER_REQUEST: Final = 8
 """Further rounds for each further request of a step: rounds of one step wait for the same."""
 _ASK: Final = 0.002
 """What asking one drafter costs beside waiting for it, as a part of a round: messages, and its own work."""
-_BETTER: Final = 1.001
-"""How much faster the rest must have been."""
+_BETTER, _MUCH_BETTER = 1.001, 1.01
+"""How much faster the rest must have been where nothing is lost, and where something is: a window is a sample."""
+_EARLY: Final = 0.05
+"""And how much more for each window that is missing in a part of one: what stops rounds is not waited with."""
 _SHORTEST_S: Final = 1e-9
 _TRIALS: Final = 8
 """The latest rounds in which a drafter that is left out was tried."""
 _FEWEST_TRIALS: Final = 4
-_AFTER, _AT_MOST = 8, 1024
+_AFTER, _SELDOM, _AT_MOST = 8, 64, 1024
+"""Rounds until the first trial, between later ones, and until the first of one that has come back again and again."""
 _SHARE: Final = 0.005
 """Part of the time that trying may take, of all drafters together that are left out."""
 
@@ -102,6 +105,12 @@ class _Played:
         asked = sum([count for drafter_id, count in self.num_asked.items() if drafter_id not in left_out])
         return tokens / (seconds * (1 + _ASK * asked / self._num_rounds))
 
+    def gain(self, before: Set[str], after: Set[str]) -> float:
+        """How much faster than needed the rest is without `after`, if those `before` are left out already: a factor
+        less 1."""
+        loses = self.without(after)[0] < (1 - _ASK) * self.without(before)[0]
+        return self.speed(after) / (self.speed(before) * (_MUCH_BETTER if loses else _BETTER)) - 1
+
     def share(self, drafter_id: str, left_out: Set[str]) -> tuple[float, float]:
         """What a drafter brings beside the others, without `left_out`, as a part of the tokens; and what it costs, as a
         part of the time without it."""
@@ -161,10 +170,14 @@ class Panel:
         if self.is_trial(done.answers):
             return self._learn_of_trial(done)
         self._rounds.append(done)
-        if len(self._rounds) < WINDOW + _WINDOW_PER_REQUEST * (num_requests - 1):
+        size = WINDOW + _WINDOW_PER_REQUEST * (num_requests - 1)
+        part = size / len(self._rounds)
+        if len(self._rounds) not in (size // 8, size // 4, size // 2) and part > 1:
             return False
         played = _Played(self._rounds)
-        left = self._leave_out(played)
+        left = self._leave_out(played, _EARLY * max(part - 1, 0))
+        if part > 1 and not left:
+            return False
         for drafter_id in set(played.drafter_ids) - left:
             if drafter_id in self._patience:
                 self._patience[drafter_id] = max(self._patience[drafter_id] // 2, _AFTER)
@@ -194,8 +207,8 @@ class Panel:
                 changed = True
         return changed
 
-    def _leave_out(self, played: _Played) -> frozenset[str]:
-        """Leave out whom the window was faster without; who they are."""
+    def _leave_out(self, played: _Played, more: float) -> frozenset[str]:
+        """Leave out whom the window was faster without, by `more` than else is enough; who they are."""
         left = frozenset[str]()
         slowest = sorted(set(played.drafter_ids) - self.exempt, key=lambda one: (-played.mean_wait(one), one))
         # Somebody stays.
@@ -204,11 +217,22 @@ class Panel:
             # One alone, or all that are as slow as one: of two that are equally slow neither is waited for alone.
             sets = {left.union(remaining[:count]) for count in range(1, len(remaining) + 1 - fewest)}
             sets |= {left | {one} for one in remaining}
-            best = max(sorted(sets, key=sorted), key=played.speed)
-            if played.speed(best) < _BETTER * played.speed(left):
+            paying = [one for one in sorted(sets, key=sorted) if played.gain(left, one) > more]
+            if not paying:
                 break
-            left = best
+            found = max(paying, key=played.speed)
+            for drafter_id in sorted(found - left):
+                # Not along with another: each must have been dear itself.
+                if played.gain(found - {drafter_id}, found) <= more:
+                    found -= {drafter_id}
+            if found == left:
+                break
+            left = found
         self.num_changes += bool(left)
+        for absence in self._absent.values() if left else ():
+            # What it brings beside others is another question now.
+            absence.trials.clear()
+            absence.probes.start_over()
         for drafter_id in left:
             wait = self._patience.get(drafter_id, _AFTER)
             # One that came back and is left out again is tried less often.
@@ -217,5 +241,6 @@ class Panel:
             reason = USELESS if brings <= _ASK else SLOW
             if 2 * played.num_silent[drafter_id] > played.num_asked[drafter_id]:
                 reason = SILENT
-            self._absent[drafter_id] = _Absence(reason, Probes(wait, _AT_MOST, _SHARE), costs)
+            probes = Probes(wait, max(wait, _SELDOM), _SHARE)
+            self._absent[drafter_id] = _Absence(reason, probes, costs)
         return left

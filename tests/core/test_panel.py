@@ -82,6 +82,22 @@ def test_two_that_are_equally_slow_leave_together() -> None:
     assert "slower" not in worth.left_out
 
 
+def test_what_stops_rounds_is_not_waited_with() -> None:
+    """A silent drafter is left out after an eighth of a window, and nobody along with it who has merely been unlucky in
+    so few rounds; nor is one left out for good whose twin is left out later."""
+    panel = Panel()
+    says = {**GOOD, "silent": (0, None), "unlucky": (0, 0.004)}
+    play(panel, says, WINDOW // 8)
+    assert dict(panel.left_out) == {"silent": SILENT}
+    twins = Panel()
+    play(twins, {**GOOD, "twin": GOOD["good"]}, WINDOW)
+    ((absent, _),) = twins.left_out.items()
+    (present,) = {"good", "twin"} - {absent}
+    play(twins, {absent: (3, 0.004), present: (0, 0.004), "weak": (1, 0.004)}, 3 * WINDOW)
+    assert present in twins.left_out
+    assert absent not in twins.left_out
+
+
 def test_one_that_becomes_good_comes_back() -> None:
     """A drafter that is left out and then brings something is asked in every round again soon, and stays."""
     panel = Panel()

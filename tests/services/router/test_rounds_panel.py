@@ -9,9 +9,12 @@ from rounds_rig import request, rig
 
 from moot.core.panel import USELESS, WINDOW
 from moot.testing import ScriptedDrafter, ScriptedText
+from services.router.electorate import BallotPolicy
 
 TEXT = ScriptedText()
 PROMPT = b"the moot debates"
+PATIENT = BallotPolicy(soft_deadline_s=5.0, hard_deadline_s=5.0)
+"""Nobody is late on a loaded machine: who is, is ejected."""
 
 
 @pytest.mark.parametrize("asks", ["paying", "all"])
@@ -22,7 +25,8 @@ def test_a_drafter_that_brings_nothing_is_left_out(asks: str) -> None:
     async def main() -> None:
         good, wrong = ScriptedDrafter(TEXT, spoil=0.0), ScriptedDrafter(TEXT, spoil=1.0)
         wrong.delay_s = 0.01
-        async with rig(text=TEXT, drafters={"good": [good], "wrong": [wrong]}, asks=asks) as running:
+        drafters = {"good": [good], "wrong": [wrong]}
+        async with rig(text=TEXT, drafters=drafters, ballots=PATIENT, asks=asks) as running:
             plain = request(PROMPT, max_tokens=120)
             ids = running.plain(plain)[0]
             rounds = 0
