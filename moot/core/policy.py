@@ -201,6 +201,7 @@ class RequestPolicy:
             advance.num_accepted,
             forward_seconds,
             is_cut=advance.finish_reason is not None,
+            num_offered=result.num_offered,
         )
         self._length.observe(sample)
         num_requests = max(verification.batch_requests, 1)

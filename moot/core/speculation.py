@@ -32,7 +32,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class RoundSample:
-    """One finished round. `num_speculative_tokens`: the K that was asked for; `num_drafted`: nodes verified.
+    """One finished round. `num_speculative_tokens`: the K that was asked for; `num_drafted`: nodes verified;
+    `num_offered`: nodes that could have been, had it paid; None: not more than were.
 
     `is_cut`: the request ended inside the round, so that tokens after the accepted ones were not tried.
     """
@@ -42,6 +43,7 @@ class RoundSample:
     num_accepted: int
     verify_seconds: float = 0.0
     is_cut: bool = False
+    num_offered: int | None = None
 
 
 def bound_length(num_speculative_tokens: int, prefix_length: int, context_limit: int, num_remaining: int) -> int:
@@ -117,7 +119,8 @@ def _relative_trend(samples: list[float]) -> float:
 class PositionAcceptance:
     """P(token at depth j accepted | all before it accepted), fading, with `prior` (the pool's) worth `strength` tokens.
 
-    Counted against the K that was asked for: a draft that came out shorter, or not at all, missed.
+    Counted against the K that was asked for: a draft that came out shorter, or not at all, missed. `offered`: nodes
+    that the drafters offer per token asked for, which costs what it costs to verify them, and not more.
     """
 
     def __init__(
@@ -134,6 +137,13 @@ class PositionAcceptance:
         self._decay = decay
         self._hits = [0.0] * max_length
         self._tried = [0.0] * max_length
+        self._offered = 0.0
+        self._rounds = 0.0
+
+    @property
+    def offered(self) -> float:
+        prior = 1.0 if self._prior is None else self._prior.offered
+        return (self._offered + self._strength * prior) / (self._rounds + self._strength)
 
     def rate(self, depth: int) -> float:
         prior = self._prior_rate if self._prior is None else self._prior.rate(depth)
@@ -144,6 +154,9 @@ class PositionAcceptance:
         for depth in range(min(tried, sample.num_speculative_tokens, len(self._hits))):
             self._hits[depth] = self._hits[depth] * self._decay + (depth < sample.num_accepted)
             self._tried[depth] = self._tried[depth] * self._decay + 1.0
+        num_offered = sample.num_drafted if sample.num_offered is None else sample.num_offered
+        self._offered = self._offered * self._decay + num_offered / sample.num_speculative_tokens
+        self._rounds = self._rounds * self._decay + 1.0
 
 
 class Probes:
@@ -151,7 +164,7 @@ class Probes:
     before, up to `at_most`; after one that was accepted whole the next is due at once. Probes are never due so often
     that they cost more than `share` of the time."""
 
-    def __init__(self, after: int = 16, at_most: int = 256, share: float = 0.005) -> None:
+    def __init__(self, after: int = 8, at_most: int = 64, share: float = 0.015) -> None:
         if not 1 <= after <= at_most or share <= 0:
             raise ValueError("after must be in 1..at_most, share above 0")
         self._after, self._at_most, self._share = after, at_most, share
@@ -210,7 +223,7 @@ class Goodput(LengthPolicy):
         self._pool_probes = pool_probes or Probes()
         self._probe_length = min(probe_length, max_length)
         self._length: int | None = None
-        self._nodes_per_token = 1.0
+        self._nodes_per_token = self._acceptance.offered
 
     def next_length(self, load: Load) -> int:
         rates = [self._acceptance.rate(depth) for depth in range(self._max_length)]
@@ -225,8 +238,9 @@ class Goodput(LengthPolicy):
                 # What pays for this request may pay for the next.
                 self._pool_probes.accepted()
             if best == 0:
-                # How much of a draft was worth verifying says nothing about the load under which drafting may return.
-                self._nodes_per_token = 1.0
+                # How much of a draft was worth verifying says nothing about the load under which drafting may return;
+                # how much was there to verify does.
+                self._nodes_per_token = self._acceptance.offered
             self._length = best
         if self._length > 0:
             return self._length
