@@ -117,6 +117,7 @@ class Verification:
     """What the target made of a draft, or of an opening (num_accepted 0, one token).
 
     `output_token_ids`: accepted tokens, then one next token of the target's own unless the request ended inside.
+    `batch_prefill_tokens`: tokens of prompts among the step's `batch_tokens`.
     `top_candidates`: per output token, the target's most likely ids at that position (empty unless asked for).
     """
 
@@ -132,6 +133,7 @@ class Verification:
     forward_us: int = 0
     batch_requests: int = 0
     batch_tokens: int = 0
+    batch_prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,7 @@ def _timing_to_pb(verification: Verification) -> verifier_service_pb2.StepTiming
         forward_us=verification.forward_us,
         batch_requests=verification.batch_requests,
         batch_tokens=verification.batch_tokens,
+        batch_prefill_tokens=verification.batch_prefill_tokens,
     )
 
 
@@ -174,6 +175,7 @@ def opened_from_pb(message: verifier_service_pb2.SessionOpened) -> Verification:
         forward_us=message.timing.forward_us,
         batch_requests=message.timing.batch_requests,
         batch_tokens=message.timing.batch_tokens,
+        batch_prefill_tokens=message.timing.batch_prefill_tokens,
     )
 
 
@@ -204,6 +206,7 @@ def verified_from_pb(message: verifier_service_pb2.DraftVerified) -> Verificatio
         forward_us=message.timing.forward_us,
         batch_requests=message.timing.batch_requests,
         batch_tokens=message.timing.batch_tokens,
+        batch_prefill_tokens=message.timing.batch_prefill_tokens,
     )
 
 

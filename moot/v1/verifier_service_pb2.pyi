@@ -387,12 +387,15 @@ class StepTiming(_message.Message):
     FORWARD_US_FIELD_NUMBER: _builtins.int
     BATCH_REQUESTS_FIELD_NUMBER: _builtins.int
     BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    BATCH_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """Waited in the pool."""
     forward_us: _builtins.int
     """The forward pass and the sampling of the step that served it."""
     batch_requests: _builtins.int
     batch_tokens: _builtins.int
+    batch_prefill_tokens: _builtins.int
+    """Of them, of prompts."""
     def __init__(
         self,
         *,
@@ -400,10 +403,11 @@ class StepTiming(_message.Message):
         forward_us: _builtins.int = ...,
         batch_requests: _builtins.int = ...,
         batch_tokens: _builtins.int = ...,
+        batch_prefill_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_requests", b"batch_requests", "batch_tokens", b"batch_tokens", "forward_us", b"forward_us", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_prefill_tokens", b"batch_prefill_tokens", "batch_requests", b"batch_requests", "batch_tokens", b"batch_tokens", "forward_us", b"forward_us", "queue_us", b"queue_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
