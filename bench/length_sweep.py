@@ -38,7 +38,8 @@ FIRST_SEED = 11
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Scripted costs of one machine, in seconds, the drafter's chances by depth, and how steps take requests."""
+    """Scripted costs of one machine, in seconds, the drafter's chances by depth, how steps take requests, and what
+    these are about."""
 
     step: StepCost
     draft: DraftTime
@@ -46,15 +47,19 @@ class Costs:
     network_s: float
     chances: tuple[float, ...]
     batching: str
+    classes: tuple[LoadClass, ...] = (LoadClass(output_tokens=400),)
 
 
 CPU = StepCost.line(0.037, 0.0025, 16, 0.0002)
 GPU = StepCost.line(0.030, 0.0002, 64, 0.00002)
 MODEL_FREE = DraftTime(0.0008, 0.00005)
 NEURAL = DraftTime(0.0, 0.003)
+MIXED = (LoadClass(0.6, output_tokens=128, skill=0.08), LoadClass(0.4, output_tokens=128))
+"""Short answers, most of which cannot be drafted: each must find out anew what it is like."""
 MACHINES = {
     "CPU, text that repeats itself": Costs(CPU, MODEL_FREE, 0.0003, 0.0002, (0.75,), "gathered"),
     "CPU, free writing": Costs(CPU, MODEL_FREE, 0.0003, 0.0002, (0.06,), "gathered"),
+    "CPU, short answers of two kinds": Costs(CPU, MODEL_FREE, 0.0003, 0.0002, (0.75,), "gathered", MIXED),
     "GPU, neural drafters": Costs(GPU, NEURAL, 0.00035, 0.001, (0.8, 0.75, 0.7), "ready"),
 }
 
@@ -78,7 +83,7 @@ def simulate(costs: Costs, concurrency: int, length: int | None, noise: float, r
         warm_up_s=max(seconds, 200 * step_s),
         measure_s=max(seconds, 60 * step_s),
     )
-    texts = RandomTexts([LoadClass(output_tokens=400)], [costs.chances], 0.0, seed)
+    texts = RandomTexts(costs.classes, [costs.chances], 0.0, seed)
     return World(scenario, texts).run()
 
 

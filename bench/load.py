@@ -3,16 +3,16 @@
     python -m bench.load [--concurrency 1,4,16,64] [--fixed 2,4,8] [--repetitions 7] [--max-tokens 48] [--prompts FILE]
 
 The whole system as processes on this machine, as in `moot demo`. A load is `concurrency` callers, each of which asks
-for its next answer when it has one (four answers at least in all), greedy and of equal length. Loads with K chosen by
-the policy, with drafting off (K = 0) and with each fixed K take turns. Every ratio is one of interleaved pairs;
-tokens/s count everything from the first request sent to the last token. Answers are compared id by id. With --keep,
-figures of other concurrencies stay from the result file, so that a long table can be measured in parts.
+for its next answer when it has one (eight answers at least in all, their prompts spread over all there are), greedy and
+of equal length. Loads with K chosen by the policy, with drafting off (K = 0) and with each fixed K take turns. Every
+ratio is one of interleaved pairs; tokens/s count everything from the first request sent to the last token. Answers are
+compared id by id. With --keep, figures of other concurrencies stay from the result file, so that a long table can be
+measured in parts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import statistics
 import sys
@@ -33,6 +33,7 @@ from moot.config import load_config, option
 
 POLICY, OFF = "policy", "K = 0"
 POLL_S = 0.25
+LEAST_ANSWERS = 8
 HEADER = (
     *("concurrency", "tokens/s off", "policy of off", "best fixed", "policy of best fixed", "mean K"),
     *("K changes per 1,000 rounds", "TTFT of off", "token latency of off", "identical"),
@@ -79,7 +80,9 @@ class Loads:
     def run(self, concurrency: int, asked: int | None) -> Run:
         """Raises RequestBroken. `asked`: fixed K, None for the policy's."""
         self._system.supervisor.check()
-        chosen = itertools.islice(itertools.cycle(self._prompts), max(concurrency, 4))
+        number = max(concurrency, LEAST_ANSWERS)
+        known = self._prompts
+        chosen = [known[index * max(len(known), number) // number % len(known)] for index in range(number)]
         bodies = [(name, self._body(prompt, asked)) for name, prompt in chosen]
         router, verifier = self._router_port, int(self._system.verifier.facts["metrics_port"])
         before, steps_before = metrics_of(router), metrics_of(verifier)

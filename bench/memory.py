@@ -41,6 +41,7 @@ SETTLE_S = 10.0
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(SystemConfig):
     port: int = option(0, help="port of the router's HTTP API; 0 chooses a free one")
+    drafter_processes: bool = option(True, help="every drafter as a process of its own, as its pods are on a cluster")
     requests: int = option(2000, help="requests after the warm-up")
     warm_up: int = option(2000, help="requests before the first reading that counts")
     concurrency: int = option(8, help="requests at a time")

@@ -51,6 +51,7 @@ BOUND = 0.15
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(SystemConfig, ReportConfig):
     port: int = option(0, help="port of the router's HTTP API; 0 chooses a free one")
+    drafter_processes: bool = option(True, help="every drafter as a process of its own, as its pods are on a cluster")
     validate: bool = option(False, help="compare with the real system on this machine")
     add: bool = option(False, help="keep the pairs of earlier runs, and add to them")
     reports: tuple[str, ...] = option(("all",), help=f"which: {', '.join(REPORTS)}, all")

@@ -57,7 +57,7 @@ def _on_signal(stop: threading.Event) -> None:
 def _introduce(system: System) -> None:
     model = system.client.models()[0]
     keyed = '\' -H "Authorization: Bearer $MOOT_API_KEY"' if system.client.has_key else "'"
-    drafters = ", ".join(child.name.removeprefix("drafter-") for child in system.drafters) or "none"
+    drafters = ", ".join(system.drafter_ids) or "none"
     print(
         f"""
 Serving {model} at {system.url}  (drafters: {drafters})

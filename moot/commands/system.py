@@ -15,6 +15,7 @@ from moot.client import Client, RequestFailed
 from moot.commands.common import run_folder
 from moot.config import option, variable_of
 from moot.core.errors import ConfigError, DeadlineExceeded
+from moot.proposers.registry import MODEL_FREE_KINDS
 from moot.supervisor import Child, Say, Supervisor
 
 DEMO_MODEL = "smollm2-135m-instruct"
@@ -31,11 +32,12 @@ class SystemConfig:
     port: int = option(8000, help="port of the router's HTTP API; 0 chooses a free one")
     drafters: tuple[str, ...] = option(
         ("suffix", "prompt_lookup", "recycling"),
-        help="drafter kinds to start, one process each; repeat a kind as kind:name",
+        help="drafter kinds; repeat a kind as kind:name. Those without a model run in the router, others as processes",
     )
     inside_drafters: tuple[str, ...] = option(
         (), help="drafters inside the verifier, which propose with each answer: [id=]kind[:option=value]... each"
     )
+    drafter_processes: bool = option(False, help="every drafter as a process of its own, as its pods are on a cluster")
     api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: everybody may call)")
     redis_url: str | None = option(
         None, help="Redis 7 or Valkey server for the requests' records; none: one is started; 'off': no records"
@@ -54,7 +56,8 @@ class SystemConfig:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A running system. `url`: of the router's HTTP API; `client`: of it, with a key where one is needed."""
+    """A running system. `url`: of the router's HTTP API; `client`: of it, with a key where one is needed; `drafters`:
+    those that are processes of their own; `drafter_ids`: of all of them."""
 
     url: str
     client: Client
@@ -63,6 +66,7 @@ class System:
     drafters: tuple[Child, ...]
     verifier: Child
     logs: Path
+    drafter_ids: tuple[str, ...]
 
 
 @contextmanager
@@ -86,6 +90,7 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
                 essential=False,
             )
             for kind, drafter_id in _drafter_ids(config.drafters)
+            if not _is_inside(config, kind)
         )
         store_url = config.redis_url
         waiting = [verifier, *drafters]
@@ -109,7 +114,8 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
         url = f"http://{config.host}:{router.port}"
         client = Client(url, next(iter(config.api_key), None))
         _wait_serving(client, supervisor, config.start_timeout_s)
-        yield System(url, client, supervisor, router, drafters, verifier, logs)
+        drafter_ids = tuple(drafter_id for _, drafter_id in _drafter_ids(config.drafters))
+        yield System(url, client, supervisor, router, drafters, verifier, logs, drafter_ids)
 
 
 def _variables(config: type[SystemConfig]) -> list[str]:
@@ -159,6 +165,12 @@ def _drafter_ids(drafters: tuple[str, ...]) -> list[tuple[str, str]]:
     return pairs
 
 
+def _is_inside(config: SystemConfig, kind: str) -> bool:
+    """Whether drafters of this kind run in the router's process. What they do takes microseconds, and asking another
+    process takes a millisecond or two (docs/decisions/0012-where-drafters-run.md)."""
+    return kind in MODEL_FREE_KINDS and not config.drafter_processes
+
+
 def _verifier_flags(config: SystemConfig, model: Path | str) -> list[str]:
     threads = config.num_threads or os.cpu_count() or 1
     return [
@@ -180,6 +192,7 @@ def _router_flags(
     config: SystemConfig, model: Path | str, verifier: Child, drafters: tuple[Child, ...], store_url: str
 ) -> list[str]:
     name = config.served_model_name or Path(str(model)).name
+    inside = [f"{drafter_id}={kind}" for kind, drafter_id in _drafter_ids(config.drafters) if _is_inside(config, kind)]
     return [
         *("--model", str(model), "--served-model-name", name, "--host", config.host, "--port", str(config.port)),
         *("--grpc-port", "0", "--metrics-port", "0", "--verifiers", f"{LOOPBACK}:{verifier.port}"),
@@ -187,6 +200,7 @@ def _router_flags(
             "--drafters",
             ",".join(f"{child.name.removeprefix('drafter-')}={LOOPBACK}:{child.port}" for child in drafters),
         ),
+        *("--in-process-drafters", ",".join(inside)),
         *("--redis-url", "none" if store_url == NO_STORE else store_url),
         *("--log-level", config.log_level),
     ]

@@ -11,6 +11,9 @@ _OUTLIER: Final = 3.0
 _RATE: Final = 0.04
 _DOUBT: Final = 0.3
 
+_TILE: Final = 16
+_TILED: Final = 128
+
 _SPREAD: Final = 0.1
 """How far durations are taken to lie from their expectation before any has been seen, as a part of it."""
 _SPREAD_RATE: Final = 0.02
@@ -49,12 +52,20 @@ class RoundTimes:
         return 1.0 + (self.total / self.forward - 1.0) * min(self.waiting / (_WAITING * self.total), 1.0)
 
 
+def _class_of(size: int) -> int:
+    if size <= _TILE or size > _TILED:
+        # Up to 16: 0 to 4; beyond 128: 12 and more.
+        return (size - 1).bit_length() + (4 if size > _TILED else 0)
+    return 4 + (size - 1) // _TILE
+
+
 class VerifyCost:
     """Seconds of one verify step as a function of the tokens in its batch.
 
-    Samples are averaged in classes of batch size (1, 2, 3 to 4, 5 to 8, ...), older ones fading; between the classes'
-    means the cost is linear, and it never falls with more tokens. Beyond what was seen it grows by at least
-    `prior_slope` of a one-token step per token, and below it falls in proportion: hopeful guesses, so that larger and
+    Samples are averaged in classes of batch size (1, 2, 3 to 4, 5 to 8, 9 to 16, then every 16 up to 128, then twice as
+    many: matrix products are made in tiles of 16 rows), older ones fading; between the classes' means the cost is
+    linear, and it never falls with more tokens. Beyond what was seen it grows by at least `prior_slope` of a one-token
+    step per token, and below it falls in proportion: hopeful guesses, so that larger and
     smaller steps are tried and then measured.
     A class with few samples is taken to be cheaper than their mean.
     A single step may count for no more than three times the mean of its class: pauses of the machine are no cost.
@@ -80,7 +91,7 @@ class VerifyCost:
         """
         if batch_tokens <= 0 or not 0 < seconds < float("inf"):
             return
-        entry = self._classes.setdefault((batch_tokens - 1).bit_length(), [0.0, 0.0, 0.0])
+        entry = self._classes.setdefault(_class_of(batch_tokens), [0.0, 0.0, 0.0])
         if entry[0] >= 3:
             seconds = min(seconds, _OUTLIER * entry[2])
             self.spread += _SPREAD_RATE * weight * (abs(seconds / entry[2] - 1) - self.spread)

@@ -41,11 +41,6 @@ _UNCALIBRATED_SCALE = 0.6
 _FOLLOWING = 0.2
 """How fast what is known of the load follows the rounds: batches differ in size from step to step."""
 
-_PREFILL_TOKENS = 16
-"""A step with so many more tokens than its requests may have drafted is taken to hold a prefill chunk."""
-_FADING = 0.05
-"""How fast, per step, the longest draft of late is forgotten."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -82,11 +77,8 @@ class PoolPolicy:
     load: Load = field(default_factory=Load)
     """What the latest round has seen."""
     usual: RoundTimes | None = None
-    rows: float = 1.0
-    """The most tokens that a request of late has had in one step."""
     cascade: float = ALWAYS_ASK
     """Part of K that the best proposal of cheap drafters must be expected to bring for dear ones not to be asked."""
-
     panel: Panel = field(default_factory=Panel)
     asks: str = PAYING
     """`paying`: as the panel says; `all`: every drafter in every round."""
@@ -247,12 +239,11 @@ class RequestPolicy:
             advance.num_accepted,
             forward_seconds,
             is_cut=advance.finish_reason is not None,
+            num_offered=result.num_offered,
         )
         self._length.observe(sample)
         num_requests = max(verification.batch_requests, 1)
-        pool.rows = max(pool.rows - _FADING / num_requests * (pool.rows - 1), 1.0 + num_drafted)
-        most_tokens = round(num_requests * pool.rows)
-        if verification.batch_tokens <= most_tokens + _PREFILL_TOKENS:
+        if verification.batch_prefill_tokens == 0:
             # Prefill is cheaper by the token: its steps would make large drafts look cheap.
             pool.verify_cost.observe(verification.batch_tokens, forward_seconds, 1 / num_requests)
         # What a trial waited for is no usual wait.
@@ -271,7 +262,7 @@ class RequestPolicy:
                 pool.draft_cost.forget()
         pool.usual = times if pool.usual is None else pool.usual.moved(times, _FOLLOWING / num_requests)
         usual = self._usual = pool.usual if self._usual is None else self._usual.moved(times, _FOLLOWING)
-        others = min(max(verification.batch_tokens - 1 - num_drafted, 0), most_tokens)
+        others = max(verification.batch_tokens - verification.batch_prefill_tokens - 1 - num_drafted, 0)
         old = self._load
         self._load = Load(
             old.num_requests + _FOLLOWING * (num_requests - old.num_requests),

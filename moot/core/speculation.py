@@ -32,7 +32,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class RoundSample:
-    """One finished round. `num_speculative_tokens`: the K that was asked for; `num_drafted`: nodes verified.
+    """One finished round. `num_speculative_tokens`: the K that was asked for; `num_drafted`: nodes verified;
+    `num_offered`: nodes that could have been, had it paid; None: not more than were.
 
     `is_cut`: the request ended inside the round, so that tokens after the accepted ones were not tried.
     """
@@ -42,6 +43,7 @@ class RoundSample:
     num_accepted: int
     verify_seconds: float = 0.0
     is_cut: bool = False
+    num_offered: int | None = None
 
 
 def bound_length(num_speculative_tokens: int, prefix_length: int, context_limit: int, num_remaining: int) -> int:
@@ -117,7 +119,8 @@ def _relative_trend(samples: list[float]) -> float:
 class PositionAcceptance:
     """P(token at depth j accepted | all before it accepted), fading, with `prior` (the pool's) worth `strength` tokens.
 
-    Counted against the K that was asked for: a draft that came out shorter, or not at all, missed.
+    Counted against the K that was asked for: a draft that came out shorter, or not at all, missed. `offered`: nodes
+    that the drafters offer per token asked for, which costs what it costs to verify them, and not more.
     """
 
     def __init__(
@@ -134,16 +137,28 @@ class PositionAcceptance:
         self._decay = decay
         self._hits = [0.0] * max_length
         self._tried = [0.0] * max_length
+        self._offered = 0.0
+        self._rounds = 0.0
+
+    @property
+    def offered(self) -> float:
+        prior = 1.0 if self._prior is None else self._prior.offered
+        return (self._offered + self._strength * prior) / (self._rounds + self._strength)
 
     def rate(self, depth: int) -> float:
         prior = self._prior_rate if self._prior is None else self._prior.rate(depth)
         return (self._hits[depth] + self._strength * prior) / (self._tried[depth] + self._strength)
 
-    def observe(self, sample: RoundSample) -> None:
+    def observe(self, sample: RoundSample, num_rounds: int = 1) -> None:
+        """`num_rounds`: rounds that this one stands for, itself and those before it that asked for nothing."""
         tried = sample.num_accepted + (not sample.is_cut)
+        decay = self._decay**num_rounds
         for depth in range(min(tried, sample.num_speculative_tokens, len(self._hits))):
-            self._hits[depth] = self._hits[depth] * self._decay + (depth < sample.num_accepted)
-            self._tried[depth] = self._tried[depth] * self._decay + 1.0
+            self._hits[depth] = self._hits[depth] * decay + num_rounds * (depth < sample.num_accepted)
+            self._tried[depth] = self._tried[depth] * decay + num_rounds
+        num_offered = sample.num_drafted if sample.num_offered is None else sample.num_offered
+        self._offered = self._offered * decay + num_rounds * num_offered / sample.num_speculative_tokens
+        self._rounds = self._rounds * decay + num_rounds
 
 
 class Probes:
@@ -151,7 +166,7 @@ class Probes:
     before, up to `at_most`; after one that was accepted whole the next is due at once. Probes are never due so often
     that they cost more than `share` of the time."""
 
-    def __init__(self, after: int = 16, at_most: int = 256, share: float = 0.005) -> None:
+    def __init__(self, after: int = 8, at_most: int = 64, share: float = 0.01) -> None:
         if not 1 <= after <= at_most or share <= 0:
             raise ValueError("after must be in 1..at_most, share above 0")
         self._after, self._at_most, self._share = after, at_most, share
@@ -210,7 +225,8 @@ class Goodput(LengthPolicy):
         self._pool_probes = pool_probes or Probes()
         self._probe_length = min(probe_length, max_length)
         self._length: int | None = None
-        self._nodes_per_token = 1.0
+        self._silent_rounds = 0
+        self._nodes_per_token = self._acceptance.offered
 
     def next_length(self, load: Load) -> int:
         rates = [self._acceptance.rate(depth) for depth in range(self._max_length)]
@@ -225,12 +241,13 @@ class Goodput(LengthPolicy):
                 # What pays for this request may pay for the next.
                 self._pool_probes.accepted()
             if best == 0:
-                # How much of a draft was worth verifying says nothing about the load under which drafting may return.
-                self._nodes_per_token = 1.0
+                # How much of a draft was worth verifying says nothing about the load under which drafting may return;
+                # how much was there to verify does.
+                self._nodes_per_token = self._acceptance.offered
             self._length = best
         if self._length > 0:
             return self._length
-        cost = self._seconds(self._probe_length, load) / self._seconds(0, load) - 1
+        cost = self._probe_cost(load)
         # Both count, whichever is due.
         if not self._probes.is_due(cost) | self._pool_probes.is_due(cost):
             return 0
@@ -239,14 +256,27 @@ class Goodput(LengthPolicy):
 
     def observe(self, sample: RoundSample) -> None:
         if sample.num_speculative_tokens <= 0:
+            self._silent_rounds += 1
             return
         self._acceptance.observe(sample)
-        self._pool.observe(sample)
+        # Where drafts are accepted more of them are made: each round alike would tell the next request of the best
+        # stretches of the best requests.
+        self._pool.observe(sample, 1 + min(self._silent_rounds, _MOST_SILENT))
+        self._silent_rounds = 0
         if self._length == 0 and sample.num_accepted == sample.num_speculative_tokens:
             self._probes.accepted()
             self._pool_probes.accepted()
         ratio = sample.num_drafted / sample.num_speculative_tokens
         self._nodes_per_token += _NODES_RATE * (ratio - self._nodes_per_token)
+
+    def _probe_cost(self, load: Load) -> float:
+        """In rounds at K = 0: the slower step is paid by every request in it, the drafting by this one."""
+        before = round(load.num_other_tokens) + 1
+        nodes = max(round(self._probe_length * self._nodes_per_token), 1)
+        step = self._verify_cost.seconds(before)
+        slower = self._verify_cost.seconds(before + nodes) - step
+        drafting = self._draft_cost.seconds(self._probe_length) if load.num_turns < _TURNS else 0.0
+        return (load.num_requests * slower + drafting) / (step + load.overhead_seconds)
 
     def goodputs(self, rates: list[float], load: Load) -> list[float]:
         """Expected tokens per second of one request for K = 0, 1, ..., given its acceptance per depth."""
@@ -293,6 +323,8 @@ _NODES_RATE = 0.2
 _DEVIATIONS = 0.8
 """Deviation of what is late, in mean distances of the durations. Chosen in simulation with durations 30 % off (seeds 1
 to 7): 0.5 is as good, none and 1.25 (a normal variable's) are worse; bench/length_sweep.py takes other seeds."""
+_MOST_SILENT = 31
+"""Rounds without a draft that the next one with a draft can stand for."""
 _WORTHWHILE = 1.02
 """What drafting must promise over K = 0: less drowns in what it costs others, and in how well costs are known."""
 _TURNS = 1.3

@@ -117,6 +117,7 @@ class Verification:
     """What the target made of a draft, or of an opening (num_accepted 0, one token).
 
     `output_token_ids`: accepted tokens, then one next token of the target's own unless the request ended inside.
+    `batch_prefill_tokens`: tokens of prompts among the step's `batch_tokens`.
     `top_candidates`: per output token, the target's most likely ids at that position (empty unless asked for).
     `proposals`: for what follows, of drafters that live inside the verifier (empty unless asked for).
     """
@@ -135,6 +136,7 @@ class Verification:
     batch_tokens: int = 0
     inside_us: int = 0
     """What making `proposals` took the whole step, beyond `forward_us`."""
+    batch_prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,8 @@ class VoteResult:
     """`path`: indices into `draft` of the voted path, first token first; the rest of the draft are losers beside it.
 
     `winners[i]`: the drafters whose proposals run through the i-th token of the path. `agreement_ratio`: of the
-    drafters that voted, the part that is behind the first token of the path; None when nobody voted.
+    drafters that voted, the part that is behind the first token of the path; None when nobody voted. `num_offered`:
+    nodes of the shape, also those that were not worth their time.
     `expected_accepted`: sum of the nodes' estimated probabilities. `ballot` and `shares` are for learning.
     """
 
@@ -180,6 +181,7 @@ class VoteResult:
     winners: tuple[tuple[str, ...], ...]
     agreement_ratio: float | None
     expected_accepted: float
+    num_offered: int
     ballot: Ballot
     shares: Shares
 
@@ -226,6 +228,7 @@ def vote(
     if policy == "best":
         select = SHAPES["chain"]
     nodes, probabilities = select(ballot, shares, voted, limit, acceptance)
+    num_offered = len(nodes)
     if cost is not None:
         count = worth(probabilities, value, cost)
         nodes, probabilities = nodes[:count], probabilities[:count]
@@ -238,6 +241,7 @@ def vote(
         winners=tuple([tuple([ids[drafter] for drafter, _ in ballot.voters[node]]) for node in path]),
         agreement_ratio=len(ballot.voters[voted[0]]) / len(ids) if voted else None,
         expected_accepted=sum(probabilities),
+        num_offered=num_offered,
         ballot=ballot,
         shares=shares,
     )

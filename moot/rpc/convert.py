@@ -150,6 +150,7 @@ def _timing_to_pb(verification: Verification) -> verifier_service_pb2.StepTiming
         batch_requests=verification.batch_requests,
         batch_tokens=verification.batch_tokens,
         inside_us=verification.inside_us,
+        batch_prefill_tokens=verification.batch_prefill_tokens,
     )
 
 
@@ -181,6 +182,7 @@ def opened_from_pb(message: verifier_service_pb2.SessionOpened) -> Verification:
         batch_requests=message.timing.batch_requests,
         batch_tokens=message.timing.batch_tokens,
         inside_us=message.timing.inside_us,
+        batch_prefill_tokens=message.timing.batch_prefill_tokens,
     )
 
 
@@ -212,6 +214,7 @@ def verified_from_pb(message: verifier_service_pb2.DraftVerified) -> Verificatio
         batch_requests=message.timing.batch_requests,
         batch_tokens=message.timing.batch_tokens,
         inside_us=message.timing.inside_us,
+        batch_prefill_tokens=message.timing.batch_prefill_tokens,
     )
 
 

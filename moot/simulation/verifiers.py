@@ -68,6 +68,7 @@ class VerifySession:
 class _Step:
     batch: Batch[VerifySession]
     num_tokens: int
+    num_prefill_tokens: int
     begin: float
 
 
@@ -198,7 +199,7 @@ class Verifier:
         self.num_verified += len(batch.items)
         self._is_busy = True
         # Now: a session's draft is gone once it is answered.
-        step = _Step(batch, batch.num_tokens, self._timeline.now)
+        step = _Step(batch, batch.num_tokens, prefill, self._timeline.now)
         self._work(seconds, self._plan.threads, lambda: self._finish(step))
 
     def _work(self, seconds: float, threads: int, done: Action) -> None:
@@ -245,6 +246,7 @@ class Verifier:
             forward_us=round((self._timeline.now - step.begin) * 1e6),
             batch_requests=len(step.batch.items),
             batch_tokens=step.num_tokens,
+            batch_prefill_tokens=step.num_prefill_tokens,
         )
         session.cached += found.num_accepted
         session.length += len(found.output_token_ids)

@@ -412,6 +412,7 @@ class StepTiming(_message.Message):
     BATCH_REQUESTS_FIELD_NUMBER: _builtins.int
     BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     INSIDE_US_FIELD_NUMBER: _builtins.int
+    BATCH_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """Waited in the pool."""
     forward_us: _builtins.int
@@ -420,6 +421,8 @@ class StepTiming(_message.Message):
     batch_tokens: _builtins.int
     inside_us: _builtins.int
     """After them: drafting for the next round, by drafters inside the verifier."""
+    batch_prefill_tokens: _builtins.int
+    """Of them, of prompts."""
     def __init__(
         self,
         *,
@@ -428,10 +431,11 @@ class StepTiming(_message.Message):
         batch_requests: _builtins.int = ...,
         batch_tokens: _builtins.int = ...,
         inside_us: _builtins.int = ...,
+        batch_prefill_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_requests", b"batch_requests", "batch_tokens", b"batch_tokens", "forward_us", b"forward_us", "inside_us", b"inside_us", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_prefill_tokens", b"batch_prefill_tokens", "batch_requests", b"batch_requests", "batch_tokens", b"batch_tokens", "forward_us", b"forward_us", "inside_us", b"inside_us", "queue_us", b"queue_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -161,6 +161,7 @@ class Serving:
     def _compute(self, batch: Batch[Session]) -> None:
         start_ns = time.monotonic_ns()
         num_tokens, works = batch.num_tokens, {item.session.arrival: item.session.work for item in batch.items}
+        num_prefill = sum(item.num_tokens for item in batch.items if item.session.work and item.session.work.is_opening)
         outcomes = self.steps.run(batch.items)
         forward_ns = time.monotonic_ns() - start_ns
         self.gathering.stepped(forward_ns)
@@ -188,6 +189,7 @@ class Serving:
                 batch_requests=len(batch.items),
                 batch_tokens=num_tokens,
                 inside_us=inside_ns // 1000,
+                batch_prefill_tokens=num_prefill,
             )
             self._settle(session, outcome, verification, is_opening=work.is_opening)
         self._metrics.forward_seconds.observe(forward_ns / 1e9)

@@ -20,7 +20,17 @@ from moot.model.tiny import make_tiny_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
-FLAGS = ("--drafters", "suffix,prompt_lookup,ngram", "--num-threads", "1", "--dtype", "float32", "--stop-grace-s", "20")
+INSIDE = (
+    "--drafters",
+    "suffix,prompt_lookup,ngram",
+    "--num-threads",
+    "1",
+    "--dtype",
+    "float32",
+    "--stop-grace-s",
+    "20",
+)
+FLAGS = (*INSIDE, "--drafter-processes")
 DEADLINE_S = 240
 
 
@@ -52,7 +62,7 @@ def test_the_demo_compares_and_leaves_nothing(model: Path, tmp_path: Path) -> No
     flags = ("--model", str(model), "--max-tokens", "24", "--repetitions", "2", "--prompt", "abc abc abc")
     bounds = ("--num-speculative-tokens", "3")
     done = subprocess.run(
-        [sys.executable, "-m", "moot", "demo", *FLAGS, *flags, *bounds, "--json-file", str(samples_file)],
+        [sys.executable, "-m", "moot", "demo", *INSIDE, *flags, *bounds, "--json-file", str(samples_file)],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -73,6 +73,7 @@ def test_verifications_survive_the_wire() -> None:
         forward_us=6,
         batch_requests=2,
         batch_tokens=10,
+        batch_prefill_tokens=7,
     )
     message = convert.verified_to_pb(sent, round_index=2)
     assert message.round_index == 2
