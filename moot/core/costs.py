@@ -63,9 +63,9 @@ class VerifyCost:
     """Seconds of one verify step as a function of the tokens in its batch.
 
     Samples are averaged in classes of batch size (1, 2, 3 to 4, 5 to 8, 9 to 16, then every 16 up to 128, then twice as
-    many: matrix products are made in tiles of 16 rows), older ones fading; between the classes' means the cost is linear,
-    and it never falls with more tokens. Beyond what was seen it grows by at least
-    `prior_slope` of a one-token step per token, and below it falls in proportion: hopeful guesses, so that larger and
+    many: matrix products are made in tiles of 16 rows), older ones fading; between the classes' means the cost is
+    linear, and it never falls with more tokens. Beyond what was seen it grows by at least `prior_slope` of a one-token
+    step per token, and below it falls in proportion: hopeful guesses, so that larger and
     smaller steps are tried and then measured.
     A class with few samples is taken to be cheaper than their mean.
     A single step may count for no more than three times the mean of its class: pauses of the machine are no cost.
