@@ -166,7 +166,7 @@ class Probes:
     before, up to `at_most`; after one that was accepted whole the next is due at once. Probes are never due so often
     that they cost more than `share` of the time."""
 
-    def __init__(self, after: int = 8, at_most: int = 64, share: float = 0.01) -> None:
+    def __init__(self, after: int = 8, at_most: int = 128, share: float = 0.01) -> None:
         if not 1 <= after <= at_most or share <= 0:
             raise ValueError("after must be in 1..at_most, share above 0")
         self._after, self._at_most, self._share = after, at_most, share

@@ -169,10 +169,10 @@ def test_short_requests_probe_together() -> None:
 
 
 def test_probes_wait_twice_as_long_each_time() -> None:
-    """Due after 8 rounds, then 16, 32, at most 64; at once after an accepted one; anew when drafting pays."""
+    """Due after 8 rounds, then 16, 32, 64, at most 128; at once after an accepted one; anew when drafting pays."""
     probes = Probes()
-    due = [i for i in range(200) if probes.is_due()]
-    assert [b - a for a, b in zip([-1, *due], due, strict=False)] == [9, 17, 33, 65, 65]
+    due = [i for i in range(400) if probes.is_due()]
+    assert [b - a for a, b in zip([-1, *due], due, strict=False)] == [9, 17, 33, 65, 129, 129]
     probes.accepted()
     assert [i for i in range(9) if probes.is_due()] == [0]
     probes.start_over()
