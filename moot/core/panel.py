@@ -186,7 +186,7 @@ class Panel:
 
     def forget(self, drafter_id: str) -> None:
         """It is gone, or another model stands behind its name now."""
-        self._absent.pop(drafter_id, None)
+        self.num_changes += self._absent.pop(drafter_id, None) is not None
         self._patience.pop(drafter_id, None)
 
     def _learn_of_trial(self, done: PanelRound) -> bool:
