@@ -13,7 +13,7 @@ generate = $(PROTOC) --python_out=$(1) --mypy_out=$(1) proto/moot/v1/*.proto && 
   $(PROTOC) --grpc_python_out=$(1) --mypy_grpc_out=$(1) proto/moot/v1/*_service.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install install-dev demo serve test test-long check format proto docs check-proto clean
+.PHONY: help venv install install-dev demo serve test test-long check format proto docs drafters check-proto clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -66,6 +66,9 @@ format: install-dev  ## what `check` would complain about, where a program can m
 
 proto: install-dev  ## regenerate moot/v1 from proto/
 	$(call generate,.)
+
+drafters: install  ## rebuild the drafters that come with the package; PROMPTS=Spec-Bench's question.jsonl
+	$(BIN)/python tools/build_drafters.py --prompts "$(PROMPTS)" $(FLAGS)
 
 docs: install-dev  ## regenerate what the documents take from the code
 	$(BIN)/python tools/module_table.py

@@ -31,7 +31,7 @@ from bench.intervals import Interval, ratios
 from bench.peers.prompts import evenly, held_out, text_of
 from bench.report import RESULTS, publish
 from moot.commands.common import say
-from moot.commands.system import LOOPBACK, NO_STORE, System, SystemConfig, prepared_model, running
+from moot.commands.system import LOOPBACK, NO_STORE, System, SystemConfig, prepared_model, running, voters_of
 from moot.config import load_config, option
 from moot.core.errors import ConfigError
 from moot.supervisor import Child
@@ -124,8 +124,7 @@ class Routers:
         self.name = system.client.models()[0]
         supervisor = system.supervisor
         processes = {child.name.removeprefix("drafter-"): child for child in system.drafters}
-        kinds = [(name or kind, kind) for kind, _, name in (entry.partition(":") for entry in config.drafters)]
-        self._inside = [f"{name}={kind}" for name, kind in kinds if name not in processes]
+        self._inside = [str(entry) for entry in voters_of(config).in_router]
         further = {name: self._draft_model(config, name) for name in sorted({v for one in chosen for v in one.voters})}
         supervisor.wait_ready(list(further.values()), config.start_timeout_s)
         made: dict[tuple[tuple[str, ...], tuple[str, ...]], Child] = {}

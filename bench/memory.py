@@ -31,6 +31,7 @@ from bench.driving.watched import memory_of, metrics_of, process_ids
 from bench.intervals import Interval
 from bench.report import publish
 from moot.commands.common import say
+from moot.commands.electorates import ANY_ELECTORATE
 from moot.commands.system import DEMO_MODEL, System, SystemConfig, running
 from moot.config import load_config, option, variable_of
 
@@ -41,6 +42,7 @@ SETTLE_S = 10.0
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(SystemConfig):
     port: int = option(0, help="port of the router's HTTP API; 0 chooses a free one")
+    drafters: tuple[str, ...] = option(ANY_ELECTORATE, help="[id=]kind[:option=value]... each")
     drafter_processes: bool = option(True, help="every drafter as a process of its own, as its pods are on a cluster")
     requests: int = option(2000, help="requests after the warm-up")
     warm_up: int = option(2000, help="requests before the first reading that counts")

@@ -32,8 +32,9 @@ from bench.simulated.calibrate import ProcessCosts, Run, StepTable, process_cost
 from bench.simulated.recorded import RecordedTexts, Recording
 from bench.simulated.reports import REPORTS, ReportConfig
 from moot.commands.common import say
+from moot.commands.electorates import ANY_ELECTORATE
 from moot.commands.demo_prompts import PROMPTS
-from moot.commands.system import SystemConfig, prepared_model, running
+from moot.commands.system import SystemConfig, prepared_model, running, voters_of
 from moot.config import load_config, option
 from moot.core.errors import ConfigError
 from moot.core.policy import PoolPolicy
@@ -51,6 +52,7 @@ BOUND = 0.15
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(SystemConfig, ReportConfig):
     port: int = option(0, help="port of the router's HTTP API; 0 chooses a free one")
+    drafters: tuple[str, ...] = option(ANY_ELECTORATE, help="[id=]kind[:option=value]... each")
     drafter_processes: bool = option(True, help="every drafter as a process of its own, as its pods are on a cluster")
     validate: bool = option(False, help="compare with the real system on this machine")
     add: bool = option(False, help="keep the pairs of earlier runs, and add to them")
@@ -184,7 +186,7 @@ def measure(config: SimulateConfig) -> tuple[Predictor, dict[int, list[tuple[Run
                 )
                 runs[concurrency].append((one, other))
                 say(f"concurrency {concurrency}, pair {pair + 1}: {one.tokens_per_s:.1f}, {other.tokens_per_s:.1f}")
-    kinds = [entry.partition(":")[0] for entry in config.drafters]
+    kinds = [entry.kind for entry in voters_of(config).processes]
     predictor = Predictor(table, kinds, vocabulary_size(tokenizer))
     return predictor, runs, [recorded[: len(first)], recorded[len(first) :]]
 

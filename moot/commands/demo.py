@@ -18,7 +18,7 @@ from typing import Any
 from moot.client import Answer, Client, RequestFailed
 from moot.commands.common import say, table
 from moot.commands.demo_prompts import PROMPTS
-from moot.commands.system import System, SystemConfig, running
+from moot.commands.system import System, SystemConfig, running, voters_of
 from moot.config import load_config, option
 from moot.measure import COMPARISON_HEADER, DRAFTER_HEADER, Comparison, Sample
 
@@ -103,7 +103,8 @@ def report(comparison: Comparison, model: str, config: DemoConfig) -> str:
         "",
         f"{model}, greedy, at most {config.max_tokens} tokens; decoding after the first token, "
         f"median (lowest-highest) of {config.repetitions}",
-        f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; drafters: {', '.join(config.drafters)}",
+        f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; "
+        f"drafters: {', '.join(voters_of(config).drafter_ids)}",
         "",
         table(COMPARISON_HEADER, rows),
         "",

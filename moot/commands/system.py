@@ -13,9 +13,10 @@ from pathlib import Path
 from moot import embedded_store
 from moot.client import Client, RequestFailed
 from moot.commands.common import run_folder
+from moot.commands.electorates import AUTO, Electorate, electorate
 from moot.config import option, variable_of
 from moot.core.errors import ConfigError, DeadlineExceeded
-from moot.proposers.registry import MODEL_FREE_KINDS
+from moot.proposers.entries import DrafterEntry
 from moot.supervisor import Child, Say, Supervisor
 
 DEMO_MODEL = "smollm2-135m-instruct"
@@ -31,13 +32,12 @@ class SystemConfig:
     host: str = option("127.0.0.1", help="address of the router's HTTP API")
     port: int = option(8000, help="port of the router's HTTP API; 0 chooses a free one")
     drafters: tuple[str, ...] = option(
-        ("suffix", "prompt_lookup", "recycling"),
-        help="drafter kinds; repeat a kind as kind:name. Those without a model run in the router, others as processes",
-    )
-    inside_drafters: tuple[str, ...] = option(
-        (), help="drafters inside the verifier, which propose with each answer: [id=]kind[:option=value]... each"
+        (AUTO,),
+        help="[id=]kind[:option=value]... each; auto: the best known for the model. Kinds that look into the target run "
+        "in the verifier, kinds without a model in the router, others as processes",
     )
     drafter_processes: bool = option(False, help="every drafter as a process of its own, as its pods are on a cluster")
+    proposal_width: int = option(1, help="proposals that one drafter may make for a round")
     api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: everybody may call)")
     redis_url: str | None = option(
         None, help="Redis 7 or Valkey server for the requests' records; none: one is started; 'off': no records"
@@ -80,17 +80,18 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
         Supervisor(logs, grace_s=config.stop_grace_s, say=say, own_variables=_variables(type(config))) as supervisor,
     ):
         say(f"starting the services (logs: {logs})")
-        verifier = supervisor.service("verifier", "verifier", _verifier_flags(config, model), environ=_VERIFIER_ENV)
+        voters = voters_of(config)
+        flags = _verifier_flags(config, model, voters)
+        verifier = supervisor.service("verifier", "verifier", flags, environ=_VERIFIER_ENV)
         drafters = tuple(
             supervisor.service(
-                f"drafter-{drafter_id}",
+                f"drafter-{entry.drafter_id}",
                 "drafter",
-                _drafter_flags(config, kind, drafter_id, model),
+                _drafter_flags(config, entry, model),
                 environ=_LIGHT_ENV,
                 essential=False,
             )
-            for kind, drafter_id in _drafter_ids(config.drafters)
-            if not _is_inside(config, kind)
+            for entry in voters.processes
         )
         store_url = config.redis_url
         waiting = [verifier, *drafters]
@@ -106,7 +107,7 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
                 )
             )
         supervisor.wait_ready(waiting, config.start_timeout_s)
-        flags = _router_flags(config, model, verifier, drafters, store_url)
+        flags = _router_flags(config, model, verifier, drafters, voters, store_url)
         # Not as a flag: every user of this machine may read the flags of a process.
         keys = {variable_of("api_key"): ",".join(config.api_key)}
         router = supervisor.service("router", "router", flags, environ=_LIGHT_ENV | keys)
@@ -114,8 +115,7 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
         url = f"http://{config.host}:{router.port}"
         client = Client(url, next(iter(config.api_key), None))
         _wait_serving(client, supervisor, config.start_timeout_s)
-        drafter_ids = tuple(drafter_id for _, drafter_id in _drafter_ids(config.drafters))
-        yield System(url, client, supervisor, router, drafters, verifier, logs, drafter_ids)
+        yield System(url, client, supervisor, router, drafters, verifier, logs, voters.drafter_ids)
 
 
 def _variables(config: type[SystemConfig]) -> list[str]:
@@ -157,42 +157,41 @@ _VERIFIER_ENV = {"TOKENIZERS_PARALLELISM": "false"}
 _LIGHT_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _drafter_ids(drafters: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(kind, drafter id) of each; the id is the kind unless given as kind:id."""
-    pairs = [(kind, drafter_id or kind) for kind, _, drafter_id in (entry.partition(":") for entry in drafters)]
-    if len({drafter_id for _, drafter_id in pairs}) < len(pairs):
-        raise ConfigError("--drafters names one drafter twice: give the second as kind:name")
-    return pairs
+def voters_of(config: SystemConfig) -> Electorate:
+    """Raises ConfigError."""
+    is_demo = config.model == DEMO_MODEL
+    return electorate(config.drafters, is_demo=is_demo, as_processes=config.drafter_processes)
 
 
-def _is_inside(config: SystemConfig, kind: str) -> bool:
-    """Whether drafters of this kind run in the router's process. What they do takes microseconds, and asking another
-    process takes a millisecond or two (docs/decisions/0012-where-drafters-run.md)."""
-    return kind in MODEL_FREE_KINDS and not config.drafter_processes
-
-
-def _verifier_flags(config: SystemConfig, model: Path | str) -> list[str]:
+def _verifier_flags(config: SystemConfig, model: Path | str, voters: Electorate) -> list[str]:
     threads = config.num_threads or os.cpu_count() or 1
     return [
         *("--model", str(model), "--num-threads", str(threads)),
         *("--host", LOOPBACK, "--port", "0", "--metrics-port", "0"),
         *("--device", config.device, "--dtype", config.dtype, "--log-level", config.log_level),
-        *(("--drafters", ",".join(config.inside_drafters)) if config.inside_drafters else ()),
+        *("--drafters", ",".join(map(str, voters.in_verifier))),
     ]
 
 
-def _drafter_flags(config: SystemConfig, kind: str, drafter_id: str, model: Path | str) -> list[str]:
+def _drafter_flags(config: SystemConfig, entry: DrafterEntry, model: Path | str) -> list[str]:
+    options = [f"{name}={value}" for name, value in entry.options.items() if name != "model"]
     return [
-        *("--kind", kind, "--drafter-id", drafter_id, "--tokenizer", str(model)),
+        *("--kind", entry.kind, "--drafter-id", entry.drafter_id, "--tokenizer", str(model)),
+        *(("--model", entry.options["model"]) if "model" in entry.options else ()),
+        *(("--option", ",".join(options)) if options else ()),
         *("--host", LOOPBACK, "--port", "0", "--metrics-port", "0", "--log-level", config.log_level),
     ]
 
 
 def _router_flags(
-    config: SystemConfig, model: Path | str, verifier: Child, drafters: tuple[Child, ...], store_url: str
+    config: SystemConfig,
+    model: Path | str,
+    verifier: Child,
+    drafters: tuple[Child, ...],
+    voters: Electorate,
+    store_url: str,
 ) -> list[str]:
     name = config.served_model_name or Path(str(model)).name
-    inside = [f"{drafter_id}={kind}" for kind, drafter_id in _drafter_ids(config.drafters) if _is_inside(config, kind)]
     return [
         *("--model", str(model), "--served-model-name", name, "--host", config.host, "--port", str(config.port)),
         *("--grpc-port", "0", "--metrics-port", "0", "--verifiers", f"{LOOPBACK}:{verifier.port}"),
@@ -200,7 +199,8 @@ def _router_flags(
             "--drafters",
             ",".join(f"{child.name.removeprefix('drafter-')}={LOOPBACK}:{child.port}" for child in drafters),
         ),
-        *("--in-process-drafters", ",".join(inside)),
+        *("--in-process-drafters", ",".join(map(str, voters.in_router))),
+        *("--proposal-width", str(config.proposal_width)),
         *("--redis-url", "none" if store_url == NO_STORE else store_url),
         *("--log-level", config.log_level),
     ]

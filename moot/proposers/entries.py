@@ -17,6 +17,11 @@ class DrafterEntry:
     kind: str
     options: dict[str, str]
 
+    def __str__(self) -> str:
+        """As parse_entries takes it."""
+        options = [f":{name}={value}" for name, value in self.options.items()]
+        return f"{self.drafter_id}={self.kind}" + "".join(options)
+
 
 def parse_entries(entries: Iterable[str], flag: str) -> list[DrafterEntry]:
     """One per entry, in order. Raises ConfigError naming `flag` and the bad entry, or an id that is given twice."""
