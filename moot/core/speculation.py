@@ -149,16 +149,25 @@ class PositionAcceptance:
         prior = self._prior_rate if self._prior is None else self._prior.rate(depth)
         return (self._hits[depth] + self._strength * prior) / (self._tried[depth] + self._strength)
 
-    def observe(self, sample: RoundSample, num_rounds: int = 1) -> None:
-        """`num_rounds`: rounds that this one stands for, itself and those before it that asked for nothing."""
+    def observe(self, sample: RoundSample) -> None:
         tried = sample.num_accepted + (not sample.is_cut)
-        decay = self._decay**num_rounds
         for depth in range(min(tried, sample.num_speculative_tokens, len(self._hits))):
-            self._hits[depth] = self._hits[depth] * decay + num_rounds * (depth < sample.num_accepted)
-            self._tried[depth] = self._tried[depth] * decay + num_rounds
+            self._hits[depth] = self._hits[depth] * self._decay + (depth < sample.num_accepted)
+            self._tried[depth] = self._tried[depth] * self._decay + 1.0
         num_offered = sample.num_drafted if sample.num_offered is None else sample.num_offered
-        self._offered = self._offered * decay + num_rounds * num_offered / sample.num_speculative_tokens
-        self._rounds = self._rounds * decay + num_rounds
+        self._count(num_offered / sample.num_speculative_tokens)
+
+    def suppose(self, like: PositionAcceptance) -> None:
+        """A round without a draft: it counts as one like those that `like`, its request, has seen. Drafts are made
+        where they are accepted; without the others the pool would tell a new request of the best requests only."""
+        if self._hits:
+            self._hits[0] = self._hits[0] * self._decay + like.rate(0)
+            self._tried[0] = self._tried[0] * self._decay + 1.0
+        self._count(like.offered)
+
+    def _count(self, offered: float) -> None:
+        self._offered = self._offered * self._decay + offered
+        self._rounds = self._rounds * self._decay + 1.0
 
 
 class Probes:
@@ -225,7 +234,6 @@ class Goodput(LengthPolicy):
         self._pool_probes = pool_probes or Probes()
         self._probe_length = min(probe_length, max_length)
         self._length: int | None = None
-        self._silent_rounds = 0
         self._nodes_per_token = self._acceptance.offered
 
     def next_length(self, load: Load) -> int:
@@ -235,7 +243,7 @@ class Goodput(LengthPolicy):
         if goodput[best] < _WORTHWHILE * goodput[0]:
             best = 0
         margin = 1 + self._hysteresis
-        if self._length is None or best == 0 or goodput[best] > margin * goodput[self._length]:
+        if best == 0 or goodput[best] > margin * goodput[self._length or 0]:
             if self._length == 0 and best:
                 self._probes.start_over()
                 # What pays for this request may pay for the next.
@@ -245,6 +253,8 @@ class Goodput(LengthPolicy):
                 # how much was there to verify does.
                 self._nodes_per_token = self._acceptance.offered
             self._length = best
+        elif self._length is None:
+            self._length = 0
         if self._length > 0:
             return self._length
         cost = self._probe_cost(load)
@@ -256,13 +266,10 @@ class Goodput(LengthPolicy):
 
     def observe(self, sample: RoundSample) -> None:
         if sample.num_speculative_tokens <= 0:
-            self._silent_rounds += 1
+            self._pool.suppose(self._acceptance)
             return
         self._acceptance.observe(sample)
-        # Where drafts are accepted more of them are made: each round alike would tell the next request of the best
-        # stretches of the best requests.
-        self._pool.observe(sample, 1 + min(self._silent_rounds, _MOST_SILENT))
-        self._silent_rounds = 0
+        self._pool.observe(sample)
         if self._length == 0 and sample.num_accepted == sample.num_speculative_tokens:
             self._probes.accepted()
             self._pool_probes.accepted()
@@ -323,8 +330,6 @@ _NODES_RATE = 0.2
 _DEVIATIONS = 0.8
 """Deviation of what is late, in mean distances of the durations. Chosen in simulation with durations 30 % off (seeds 1
 to 7): 0.5 is as good, none and 1.25 (a normal variable's) are worse; bench/length_sweep.py takes other seeds."""
-_MOST_SILENT = 31
-"""Rounds without a draft that the next one with a draft can stand for."""
 _WORTHWHILE = 1.02
 """What drafting must promise over K = 0: less drowns in what it costs others, and in how well costs are known."""
 _TURNS = 1.3
