@@ -32,8 +32,8 @@ from bench.simulated.calibrate import ProcessCosts, Run, StepTable, process_cost
 from bench.simulated.recorded import RecordedTexts, Recording
 from bench.simulated.reports import REPORTS, ReportConfig
 from moot.commands.common import say
-from moot.commands.electorates import ANY_ELECTORATE
 from moot.commands.demo_prompts import PROMPTS
+from moot.commands.electorates import ANY_ELECTORATE
 from moot.commands.system import SystemConfig, prepared_model, running, voters_of
 from moot.config import load_config, option
 from moot.core.errors import ConfigError

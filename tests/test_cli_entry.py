@@ -38,7 +38,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["frobnicate"], 2, "unknown command frobnicate"),
         (["serve", "--frobnicate"], 2, "unrecognized arguments"),
         (["serve", "--port", "many"], 2, "--port: 'many' is not a valid int"),
-        (["demo", "--drafters", "suffix,suffix", "--model", "x"], 2, "names one drafter twice"),
+        (["demo", "--drafters", "suffix,suffix", "--model", "x"], 2, "suffix is named twice"),
         (["chat", "--url", "ftp://x"], 1, "is not an http:// or https:// address"),
         (["chat", "--url", "http://127.0.0.1:9"], 1, "no answer from http://127.0.0.1:9"),
         (["chat", "--url", "http://127.0.0.1:99999"], 1, "is not an http:// or https:// address"),

@@ -16,6 +16,7 @@ from moot.commands.common import run_folder
 from moot.commands.electorates import AUTO, Electorate, electorate
 from moot.config import option, variable_of
 from moot.core.errors import ConfigError, DeadlineExceeded
+from moot.core.shapes import SHAPES
 from moot.proposers.entries import DrafterEntry
 from moot.supervisor import Child, Say, Supervisor
 
@@ -33,10 +34,15 @@ class SystemConfig:
     port: int = option(8000, help="port of the router's HTTP API; 0 chooses a free one")
     drafters: tuple[str, ...] = option(
         (AUTO,),
-        help="[id=]kind[:option=value]... each; auto: the best known for the model. Kinds that look into the target run "
-        "in the verifier, kinds without a model in the router, others as processes",
+        help="[id=]kind[:option=value]... each; auto: the best known for the model. Kinds that look into the target "
+        "run in the verifier, kinds without a model in the router, others as processes",
     )
     drafter_processes: bool = option(False, help="every drafter as a process of its own, as its pods are on a cluster")
+    shape: str = option(
+        "chain",
+        help="what is verified of the proposals; on a CPU each branch costs a round of attention",
+        choices=tuple(SHAPES),
+    )
     proposal_width: int = option(1, help="proposals that one drafter may make for a round")
     api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: everybody may call)")
     redis_url: str | None = option(
@@ -72,6 +78,7 @@ class System:
 @contextmanager
 def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
     """Start everything, wait until it serves, and end it on leaving. Raises MootError when a part does not start."""
+    voters = voters_of(config)
     model = prepared_model(config.model, say)
     logs = run_folder(name)
     # Short: a Unix socket's path has little room.
@@ -80,7 +87,6 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
         Supervisor(logs, grace_s=config.stop_grace_s, say=say, own_variables=_variables(type(config))) as supervisor,
     ):
         say(f"starting the services (logs: {logs})")
-        voters = voters_of(config)
         flags = _verifier_flags(config, model, voters)
         verifier = supervisor.service("verifier", "verifier", flags, environ=_VERIFIER_ENV)
         drafters = tuple(
@@ -200,7 +206,7 @@ def _router_flags(
             ",".join(f"{child.name.removeprefix('drafter-')}={LOOPBACK}:{child.port}" for child in drafters),
         ),
         *("--in-process-drafters", ",".join(map(str, voters.in_router))),
-        *("--proposal-width", str(config.proposal_width)),
+        *("--shape", config.shape, "--proposal-width", str(config.proposal_width)),
         *("--redis-url", "none" if store_url == NO_STORE else store_url),
         *("--log-level", config.log_level),
     ]
