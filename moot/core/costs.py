@@ -11,6 +11,11 @@ _OUTLIER: Final = 3.0
 _RATE: Final = 0.04
 _DOUBT: Final = 0.3
 
+_FRESH: Final = 200
+_HALF_LIFE: Final = 150
+_FORGOTTEN: Final = 1000
+"""Steps without a sample: up to 200 nothing happens, from there samples count half every 150, from 1,000 on nothing."""
+
 _TILE: Final = 16
 _TILED: Final = 128
 
@@ -65,9 +70,10 @@ class VerifyCost:
     Samples are averaged in classes of batch size (1, 2, 3 to 4, 5 to 8, 9 to 16, then every 16 up to 128, then twice as
     many: matrix products are made in tiles of 16 rows), older ones fading; between the classes' means the cost is
     linear, and it never falls with more tokens. Beyond what was seen it grows by at least `prior_slope` of a one-token
-    step per token, and below it falls in proportion: hopeful guesses, so that larger and
-    smaller steps are tried and then measured.
-    A class with few samples is taken to be cheaper than their mean.
+    step per token, and below it falls in proportion: hopeful guesses, so that larger and smaller steps are tried and
+    then measured. A class with few samples is taken to be cheaper than their mean, and one that was not seen for long
+    has few: they count half after every 150 steps from the 200th on without one, and are forgotten in the end. What a
+    slow moment of the machine said about a size that has not been tried since would keep it from being tried again.
     A single step may count for no more than three times the mean of its class: pauses of the machine are no cost.
     """
 
@@ -76,8 +82,9 @@ class VerifyCost:
             raise ValueError("prior slope and seconds must be positive")
         self._prior_slope = prior_slope
         self._prior_seconds = prior_seconds
-        # class: [samples (at most 1 / rate), mean tokens, mean seconds]
+        # class: [samples (at most 1 / rate), mean tokens, mean seconds, steps when it was last seen]
         self._classes: dict[int, list[float]] = {}
+        self._num_steps = 0.0
         self._sizes: list[float] = []
         self._seconds: list[float] = []
         self._memo: dict[int, float] = {}
@@ -91,7 +98,9 @@ class VerifyCost:
         """
         if batch_tokens <= 0 or not 0 < seconds < float("inf"):
             return
-        entry = self._classes.setdefault(_class_of(batch_tokens), [0.0, 0.0, 0.0])
+        self._num_steps += weight
+        entry = self._classes.setdefault(_class_of(batch_tokens), [0.0, 0.0, 0.0, 0.0])
+        entry[0], entry[3] = self._count(entry), self._num_steps
         if entry[0] >= 3:
             seconds = min(seconds, _OUTLIER * entry[2])
             self.spread += _SPREAD_RATE * weight * (abs(seconds / entry[2] - 1) - self.spread)
@@ -133,11 +142,19 @@ class VerifyCost:
         """How far below its mean a class may lie: one slow step must not keep a size from ever being tried again."""
         return max(_DOUBT * (1 / sqrt(max(count, 1.0)) - sqrt(_RATE)), 0.0)
 
+    def _count(self, entry: list[float]) -> float:
+        """Samples that the class is still worth."""
+        age = self._num_steps - entry[3] - _FRESH
+        return float(entry[0] * 0.5 ** (max(age, 0.0) / _HALF_LIFE))
+
     def _fit(self) -> None:
         """Means in order of size, pooled where a larger class came out cheaper (isotonic regression)."""
         blocks: list[list[float]] = []
+        oldest = self._num_steps - _FORGOTTEN
+        self._classes = {key: entry for key, entry in self._classes.items() if entry[3] >= oldest}
         for key in sorted(self._classes):
-            count, size, mean = self._classes[key]
+            _, size, mean, _ = self._classes[key]
+            count = self._count(self._classes[key])
             blocks.append([count, mean * (1 - self._doubt(count)), 1.0])
             self._sizes.append(size)
             while len(blocks) > 1 and blocks[-2][1] > blocks[-1][1]:

@@ -90,8 +90,8 @@ def rounds(policy: Goodput, acceptance: float, count: int, load: Load = Load()) 
 
 def measured(seconds_of: dict[int, float]) -> VerifyCost:
     cost = VerifyCost()
-    for size, seconds in seconds_of.items():
-        for _ in range(20):
+    for _ in range(20):
+        for size, seconds in seconds_of.items():
             cost.observe(size, seconds)
     return cost
 
@@ -228,6 +228,24 @@ def test_verify_cost_learns_the_curve_and_changes() -> None:
     for _ in range(80):
         cost.observe(9, 0.08)
     assert cost.seconds(9) == pytest.approx(0.08, rel=0.05)
+
+
+def test_what_a_slow_moment_said_is_forgotten() -> None:
+    """Two sizes alike, one last seen while the machine ran at a third of its speed: as it is not seen again, one sample
+    comes to outweigh what it was, and in the end nothing is left of it, so that it is tried like a new one."""
+    cost = measured({1: 0.03, 5: 0.03})
+    for _ in range(30):
+        cost.observe(5, 0.09)
+    for _ in range(800):
+        cost.observe(1, 0.03)
+    assert cost.seconds(5) > 0.05
+    after_some = cost.seconds(5)
+    cost.observe(5, 0.03)
+    assert cost.seconds(5) < 0.85 * after_some
+    for _ in range(1001):
+        cost.observe(1, 0.03)
+    assert cost.seconds(5) < 0.033
+    assert cost.seconds(1) == pytest.approx(0.03, rel=0.01)
 
 
 def test_verify_cost_ignores_what_is_no_measurement() -> None:
