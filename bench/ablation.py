@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.driving.prompts import read_prompts
+from bench.driving.prompts import held_out, read_prompts
 from bench.driving.routers import wait_serving
 from bench.driving.streams import closed_loop
 from bench.intervals import Interval, ratios
-from bench.peers.prompts import evenly, held_out, text_of
+from bench.peers.prompts import evenly, text_of
 from bench.report import RESULTS, publish
 from moot.commands.common import say
 from moot.commands.system import LOOPBACK, NO_STORE, System, SystemConfig, prepared_model, running, voters_of

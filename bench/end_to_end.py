@@ -1,6 +1,6 @@
 """Tokens per second through HTTP with drafting on and off, one request at a time, interleaved.
 
-    python -m bench.end_to_end [--prompts FILE] [--limit 20] [--repetitions 3] [--num-speculative-tokens K]
+    python -m bench.end_to_end [--prompts FILE [--held-out]] [--limit 20] [--repetitions 3] [--num-speculative-tokens K]
 
 The whole system as processes on this machine, as in `moot demo`. FILE: JSON lines with `turns` (the first is asked) or
 `prompt`; without it the demo's five prompts. Greedy, at most 128 tokens; decoding time after the first token.
@@ -26,12 +26,13 @@ from moot.measure import COMPARISON_HEADER, DRAFTER_HEADER, Comparison
 @dataclass(frozen=True, kw_only=True)
 class EndToEndConfig(DemoConfig):
     prompts: Path | None = option(None, help="JSON lines with `turns` or `prompt`; none: the demo's five")
+    held_out: bool = option(False, help="of the file only questions whose id ends in 7")
     limit: int = option(20, help="prompts taken from the file, evenly spread over it")
 
 
 def main() -> int:
     config = load_config(EndToEndConfig, sys.argv[1:], prog="python -m bench.end_to_end", description=__doc__ or "")
-    prompts = read_prompts(config.prompts, config.limit) if config.prompts else PROMPTS
+    prompts = read_prompts(config.prompts, config.limit, only_held_out=config.held_out) if config.prompts else PROMPTS
     with running(config, "bench", say) as system:
         asker = Asker(Client(system.url), config)
         warm_up = next(iter(prompts.values()))

@@ -1,6 +1,6 @@
 """Drafting on against off under load: the whole system at several concurrencies, over HTTP, in turns.
 
-    python -m bench.load [--concurrency 1,4,16,64] [--fixed 2,4,8] [--repetitions 7] [--max-tokens 48] [--prompts FILE]
+    python -m bench.load [--concurrency 1,4,16,64] [--fixed 2,4,8] [--repetitions 7] [--prompts FILE [--held-out]]
 
 The whole system as processes on this machine, as in `moot demo`. A load is `concurrency` callers, each of which asks
 for its next answer when it has one (eight answers at least in all, their prompts spread over all there are), greedy and
@@ -44,6 +44,7 @@ HEADER = (
 class LoadConfig(SystemConfig):
     port: int = option(0, help="port of the router's HTTP API; 0 chooses a free one")
     prompts: Path | None = option(None, help="JSON lines with `turns` or `prompt`; none: the repository's own")
+    held_out: bool = option(False, help="of the file only questions whose id ends in 7")
     limit: int = option(64, help="prompts taken from the file, evenly spread over it")
     concurrency: tuple[str, ...] = option(("1", "4", "16", "64"), help="callers at a time")
     fixed: tuple[str, ...] = option(("2", "4", "8"), help="fixed K of the sweep, beside 0")
@@ -236,7 +237,9 @@ def main() -> int:
     kept = RESULTS / "load.json"
     found: dict[str, Any] = json.loads(kept.read_text())["found"] if config.keep and kept.exists() else {}
     with running(config, "load", say) as system:
-        loads = Loads(system, read_prompts(config.prompts, config.limit), config.max_tokens)
+        loads = Loads(
+            system, read_prompts(config.prompts, config.limit, only_held_out=config.held_out), config.max_tokens
+        )
         for concurrency in config.concurrency:
             found[concurrency] = measure(loads, config, int(concurrency))
     found = {key: found[key] for key in sorted(found, key=int)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moot.commands.demo_prompts import PROMPTS
 
@@ -19,7 +21,15 @@ OWN: dict[str, str] = PROMPTS | {
 """The demo's five and three more: a regular list, a text that repeats its prompt, free writing."""
 
 
-def read_prompts(path: Path | None, limit: int) -> dict[str, str]:
+HELD_OUT_DIGIT = "7"
+
+
+def held_out(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those whose `question_id` ends in 7: nothing was trained, and nothing chosen by looking at them."""
+    return [line for line in lines if str(line["question_id"]).endswith(HELD_OUT_DIGIT)]
+
+
+def read_prompts(path: Path | None, limit: int, *, only_held_out: bool = False) -> dict[str, str]:
     """Name to prompt, at most `limit` of them, evenly spread over the file; without a file the repository's own.
 
     A line has `turns` (the first is asked) or `prompt`; named by `question_id` where it has one, else by its place.
@@ -27,7 +37,9 @@ def read_prompts(path: Path | None, limit: int) -> dict[str, str]:
     """
     if path is None:
         return dict(list(OWN.items())[:limit])
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    lines: Sequence[Mapping[str, Any]] = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    if only_held_out:
+        lines = held_out(lines)
     if not lines or limit < 1:
         raise ValueError(f"no prompts in {path}")
     chosen = list(enumerate(lines))[:: max(1, len(lines) // limit)][:limit]

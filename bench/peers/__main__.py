@@ -22,11 +22,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.driving.prompts import held_out
 from bench.peers import gguf_files
 from bench.peers.catalogue import PEERS, Peer, chosen
 from bench.peers.environments import interpreter
 from bench.peers.figures import HEADER, Sample, complete, fingerprint, rows
-from bench.peers.prompts import evenly, held_out, text_of
+from bench.peers.prompts import evenly, text_of
 from bench.peers.protocol import Child, PeerFailed
 from bench.report import RESULTS, publish
 from moot.commands.common import cache_folder, say

@@ -1,16 +1,9 @@
-"""Which prompts of a file are asked: of Spec-Bench the held-out ones, evenly over the categories. Pure."""
+"""Which prompts of a file are asked: evenly over the categories. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-HELD_OUT_DIGIT = "7"
-
-
-def held_out(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those whose `question_id` ends in 7: nothing was chosen by looking at them."""
-    return [line for line in lines if str(line["question_id"]).endswith(HELD_OUT_DIGIT)]
 
 
 def evenly(lines: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:

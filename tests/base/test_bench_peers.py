@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.driving.prompts import held_out
 from bench.peers.__main__ import parsed, read_samples
 from bench.peers.catalogue import PEERS, chosen
 from bench.peers.environments import build_flags
 from bench.peers.figures import HEADER, Sample, complete, fingerprint, rows
-from bench.peers.prompts import evenly, held_out
+from bench.peers.prompts import evenly
 from bench.peers.protocol import Child, PeerFailed
 from moot.core.errors import ConfigError
 
