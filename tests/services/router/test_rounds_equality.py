@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from rounds_rig import FAST_TARGET, Rig, eventually, request, rig
@@ -140,7 +141,10 @@ def test_c04_rows_of_a_batch_do_not_leak() -> None:
         verifier = ScriptedVerifier(text)
         verifier.step_s = 0.002
         good = {"good": [ScriptedDrafter(text, spoil=0.0)]}
-        async with rig(text=text, verifiers=[verifier], drafters=good, num_speculative_tokens=7) as router:
+        # A late proposal would change the counts, which is not what is looked for.
+        patient = BallotPolicy(soft_deadline_s=10.0, hard_deadline_s=10.0)
+        options: dict[str, Any] = {"drafters": good, "num_speculative_tokens": 7, "ballots": patient}
+        async with rig(text=text, verifiers=[verifier], **options) as router:
             asked = [
                 request(prompt=[number], max_tokens=50, num_speculative_tokens=(0, 3, 7)[number % 3], seed=number)
                 for number in range(32)
