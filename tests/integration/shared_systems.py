@@ -54,7 +54,7 @@ VOTES = {
     "best": ("--shape", "chain", "--weights", "hedge", "--length", "goodput"),
 }
 """Vote policy to the other policies beside it: every policy of every kind is there once at least.
-Beside a tiny target the draft model is hardly worth its time: whoever is to have many tokens accepted asks it anyway."""
+Beside a tiny target the draft model is hardly worth its time: who wants many tokens accepted asks it anyway."""
 
 
 @dataclass(frozen=True, slots=True)
