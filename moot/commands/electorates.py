@@ -15,8 +15,8 @@ DEMO_ELECTORATE = (
     "recycling",
     "ngram:table=shipped@ngram-smollm2-135m",
 )
-"""The best found for the demo's target on two cores (docs/performance.md). Its heads are right more often than any of
-these, and take a fifth of a round to say so: `heads:path=shipped@heads-smollm2-135m`."""
+"""The best found for the demo's target on two cores (docs/performance.md). Its heads know what none of these knows, and
+take a fifth of a round to say so: `heads:path=shipped@heads-smollm2-135m`."""
 ANY_ELECTORATE = ("suffix", "prompt_lookup", "recycling")
 """For a target that no drafter here was trained for."""
 
