@@ -11,11 +11,11 @@ from looping_model import make_looping_model
 from processes import eventually
 from shared_systems import (
     DEADLINES,
+    EVERYBODY,
     FIXED,
     HOSTILE_DRAFTERS,
     IN_PROCESS,
     NARROW_BYTES,
-    PATIENT,
     VOTES,
     Looping,
     LoopThread,
@@ -44,7 +44,7 @@ def looping(systems_folder: Path) -> Iterator[Looping]:
         systems_folder / "looping-logs", model, drafters=("suffix", "prompt_lookup"), store=True, router_flags=FIXED
     ) as system:
         minions = ("--vote", "majority", "--shape", "chain", "--weights", "minions", "--length", "minions")
-        chain = system.add_router((*minions, *PATIENT))
+        chain = system.add_router((*minions, *EVERYBODY))
         yield Looping(system, system.router, chain)
 
 
@@ -71,11 +71,11 @@ def voting(systems_folder: Path) -> Iterator[Voting]:
         model,
         drafters=("suffix", "neural"),
         drafter_flags=("--model", str(draft), "--num-threads", "1"),
-        router_flags=("--vote", "calibrated", *VOTES["calibrated"], *PATIENT),
+        router_flags=("--vote", "calibrated", *VOTES["calibrated"], *EVERYBODY),
     ) as system:
         routers = {"calibrated": system.router}
         for vote, flags in list(VOTES.items())[1:]:
-            routers[vote] = system.add_router(("--vote", vote, *flags, *PATIENT))
+            routers[vote] = system.add_router(("--vote", vote, *flags, *EVERYBODY))
         yield Voting(system, routers)
 
 

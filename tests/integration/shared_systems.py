@@ -46,15 +46,15 @@ HOSTILE_DRAFTERS = {
 }
 """Drafter id to its fault. All liars propose the same wrong tokens. `late` answers long after the hard deadline."""
 
-_ASK_ALL = ("--asks", "all")
 VOTES = {
-    "calibrated": ("--shape", "tree", "--weights", "hedge", "--length", "fixed", *_ASK_ALL),
-    "majority": ("--shape", "chain", "--weights", "minions", "--length", "minions", *_ASK_ALL),
-    "accumulated": ("--shape", "siblings", "--weights", "uniform", "--length", "fixed", *_ASK_ALL),
+    "calibrated": ("--shape", "tree", "--weights", "hedge", "--length", "fixed"),
+    "majority": ("--shape", "chain", "--weights", "minions", "--length", "minions"),
+    "accumulated": ("--shape", "siblings", "--weights", "uniform", "--length", "fixed"),
     "best": ("--shape", "chain", "--weights", "hedge", "--length", "goodput"),
 }
-"""Vote policy to the other policies beside it: every policy of every kind is there once at least.
-Beside a tiny target the draft model is hardly worth its time: who wants many tokens accepted asks it anyway."""
+"""Vote policy to the other policies beside it: every policy of every kind is there once at least."""
+EVERYBODY = (*PATIENT, "--asks", "all")
+"""Beside a tiny target the draft model is hardly worth its time: who wants many tokens accepted asks it anyway."""
 
 
 @dataclass(frozen=True, slots=True)
