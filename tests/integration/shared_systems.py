@@ -23,8 +23,10 @@ PATIENT = (
     *("--heartbeat-interval-s", "2"),
 )
 """A round waits for every drafter, on a busy machine as well: what these tests look for depends on no speed."""
-FIXED = ("--length", "fixed", "--asks", "all", *PATIENT)
-"""And drafts are made in every round, by all drafters, whatever they cost."""
+EVERYBODY = (*PATIENT, "--asks", "all")
+"""Beside a tiny target the draft model is hardly worth its time: who wants many tokens accepted asks it anyway."""
+FIXED = ("--length", "fixed", *EVERYBODY)
+"""And drafts are made in every round, whatever they cost."""
 DEADLINES = (
     "--vote-soft-deadline-ms",
     "1000",
@@ -53,8 +55,6 @@ VOTES = {
     "best": ("--shape", "chain", "--weights", "hedge", "--length", "goodput"),
 }
 """Vote policy to the other policies beside it: every policy of every kind is there once at least."""
-EVERYBODY = (*PATIENT, "--asks", "all")
-"""Beside a tiny target the draft model is hardly worth its time: who wants many tokens accepted asks it anyway."""
 
 
 @dataclass(frozen=True, slots=True)
