@@ -30,10 +30,11 @@ from bench.peers.figures import HEADER, Sample, complete, fingerprint, rows
 from bench.peers.prompts import evenly, text_of
 from bench.peers.protocol import Child, PeerFailed
 from bench.report import RESULTS, publish
-from moot.commands.common import cache_folder, say
+from moot.commands.common import say
 from moot.commands.demo_prompts import PROMPTS
 from moot.commands.system import DEMO_MODEL, prepared_model
 from moot.core.errors import ConfigError, MootError
+from moot.folders import cache_dir
 
 CHILDREN = Path(__file__).parent / "children"
 START_TIMEOUT_S = 600.0
@@ -55,7 +56,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so long")
     parser.add_argument("--samples", type=Path, help="file that samples are added to, and read from")
-    parser.add_argument("--venvs", type=Path, default=cache_folder() / "peers")
+    parser.add_argument("--venvs", type=Path, default=cache_dir() / "peers")
     parser.add_argument("--install-only", action="store_true", help="make environments and files, measure nothing")
     parser.add_argument("--report-only", action="store_true", help="measure nothing: the table of --samples")
     return parser.parse_args(argv)
@@ -95,7 +96,7 @@ def start(peer: Peer, options: argparse.Namespace, model: Path) -> Child | None:
         # vLLM runs tools (ninja) that lie in its own environment; compiled code is kept beside it.
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "VLLM_CACHE_ROOT": str(options.venvs / "vllm-cache"),
-        "MOOT_CACHE": str(cache_folder()),
+        "MOOT_CACHE": str(cache_dir()),
     }
     if not peer.environment:
         environ["PYTHONPATH"] = str(Path(__file__).parents[2])

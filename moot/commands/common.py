@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moot.folders import cache_dir
+
 KEPT_RUNS = 5
 """Folders with the logs of earlier runs; older ones are removed."""
 
@@ -17,10 +19,6 @@ KEPT_RUNS = 5
 def say(text: str) -> None:
     """Progress goes to standard error, so that output can be piped."""
     print(f"  {text}", file=sys.stderr, flush=True)
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("MOOT_CACHE") or "~/.cache/moot").expanduser()
 
 
 def command_of(command: str, config: Any, names: Sequence[str]) -> str:
@@ -35,7 +33,7 @@ def command_of(command: str, config: Any, names: Sequence[str]) -> str:
 
 def run_folder(name: str) -> Path:
     """A new folder for this run's logs."""
-    runs = cache_folder() / "run"
+    runs = cache_dir() / "run"
     runs.mkdir(parents=True, exist_ok=True)
     earlier = sorted((path for path in runs.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
     for path in earlier[: -KEPT_RUNS or None]:

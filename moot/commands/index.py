@@ -88,12 +88,12 @@ def _from_files(config: IndexConfig) -> tuple[list[Sequence[int]], str]:
     """The texts' ids and the tokenizer's fingerprint."""
     if not config.files:
         return [], ""
-    from moot.commands.common import cache_folder
+    from moot.folders import cache_dir
     from moot.tokenizer import keep_torch_out, load_tokenizer, tokenizer_fingerprint
 
     if config.text is None:
         keep_torch_out()
-    folder = cache_folder() / config.target
+    folder = cache_dir() / config.target
     tokenizer = load_tokenizer(folder if folder.is_dir() else config.target)
     texts: list[Sequence[int]] = []
     for path in config.files:

@@ -147,9 +147,9 @@ def prepared_model(model: str, say: Say) -> Path | str:
     """Folder of the demo's model; anything else is left to the services to find."""
     if model != DEMO_MODEL:
         return model
-    from moot.commands.common import cache_folder
+    from moot.folders import cache_dir
 
-    folder = cache_folder() / DEMO_MODEL
+    folder = cache_dir() / DEMO_MODEL
     if (folder / "config.json").is_file():
         return folder
     # Imports torch, which takes seconds: only when there is something to do.

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moot.commands.common import cache_folder, command_of, say
+from moot.commands.common import command_of, say
 from moot.config import load_config, option
 from moot.core.errors import ConfigError
+from moot.folders import cache_dir
 
 if TYPE_CHECKING:
     from moot.training.store import TextStore
@@ -85,7 +86,7 @@ def _text(config: TrainConfig, folder: Path, until: float) -> TextStore | None:
     loaded = load_model(folder, dtype=dtype, num_threads=config.num_threads)
     maker = TextMaker(loaded, TextSettings(seed=config.seed), prompts)
     own = config.out if config.kind == "text" else None
-    store = TextStore.create(own or maker.folder(cache_folder()), maker.manifest)
+    store = TextStore.create(own or maker.folder(cache_dir()), maker.manifest)
     say(f"training text in {store.folder}: {store.num_positions} positions are there, {config.positions} wanted")
     if make_text(maker, store, config.positions, until):
         return store

@@ -74,7 +74,7 @@ class Tile:
 
 @dataclass(slots=True)
 class Segment:
-    """The tokens of one request in the step: rows start..start + count of it."""
+    """The tokens of one request in the step: rows start..start + count of it. No tiles where rules say `by_row`."""
 
     cache: SequenceCache
     start: int
@@ -116,6 +116,8 @@ def plan_segment(
         layers, two, _, heads, dim = cache.data.shape
         cache.pending = Pending(parents, cache.data.new_zeros(layers, two, count, heads, dim))
         groups = [(new, path) for path, new in paths(parents)]
+    if rules.by_row:
+        return Segment(cache, start, count, chain, [])
     groups = [(rows, path) for whole, path in groups for rows in _pieces(whole, cache.length + depths[whole[0]], rules)]
     tiles = []
     for rows, path in groups:

@@ -15,11 +15,13 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from moot.model.cpu import cpu_facts, cpu_flags
 
 TILE_ROWS = 32
 
@@ -43,6 +45,8 @@ class RowRules:
     Attention as two products over at most `product_slots` slots, as one fused call over more of them.
 
     `together`: several requests' attention may be one call. It changes no bit, so it is no part of what this prints as.
+
+    `by_row`: kernels compute each row's attention by itself, whatever is beside it. Then nothing above is said of it.
     """
 
     tile: int
@@ -53,6 +57,7 @@ class RowRules:
     product_multiple: int = TILE_ROWS
     product_slots: int = 0
     together: bool = field(default=False, repr=False)
+    by_row: bool = False
 
     def product_rows(self, num_rows: int) -> int:
         """Rows that a product of `num_rows` of them must have."""
@@ -73,6 +78,7 @@ PRODUCT_SLOTS = 8192
 
 # Whole spans even here: what is attended to then lies in one piece and is not copied.
 NATURAL_DECODER = RowRules(128, Padding(1, 1), Padding(1, 1), True, 2**31, 1, PRODUCT_SLOTS, together=True)
+NATURAL_KERNELS = replace(NATURAL, by_row=True)
 
 # Cheapest first. Seen with torch 2.13: bfloat16 products have their own kernel for 1 row; float32 and float64 ones for
 # 1, for 2 to 3 (elsewhere 2 to 12) and for what is left over a multiple of 4 (up to 12 rows; in float64 always).
@@ -169,14 +175,8 @@ def numerics_fingerprint(dtype: torch.dtype, device: torch.device, rules: RowRul
 
 def _cpu_features() -> str:
     """The CPU's model and vector extensions as the kernel lists them; empty where it does not."""
-    wanted: dict[str, str] = {}
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                name, _, value = line.partition(":")
-                if name.strip() in ("vendor_id", "cpu family", "model", "flags"):
-                    wanted.setdefault(name.strip(), value.strip())
-    except OSError:
+    facts = cpu_facts()
+    if not facts:
         return platform.processor()
-    flags = sorted(flag for flag in wanted.pop("flags", "").split() if flag.startswith(("avx", "amx", "fma", "sse")))
-    return " ".join([*wanted.values(), *flags])
+    kind = [facts[name] for name in ("vendor_id", "cpu family", "model") if name in facts]
+    return " ".join([*kind, *sorted(flag for flag in cpu_flags() if flag.startswith(("avx", "amx", "fma", "sse")))])

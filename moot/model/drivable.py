@@ -14,17 +14,20 @@ from moot.core.types import ROOT
 from moot.model.attention import ATTENTION_NAME, STEP_ARGUMENT, AttentionArguments, Step, plan_segment
 from moot.model.decoder.build import build_decoder, release
 from moot.model.decoder.decoder import Decoder
-from moot.model.determinism import NATURAL, NATURAL_DECODER
+from moot.model.determinism import NATURAL
 from moot.model.kv import KvPool, KvShape, SequenceCache
 from moot.model.layers import install
+from moot.model.native.kernels import Kernels
 
 _log = logging.getLogger("moot.model")
 
 
 @torch.inference_mode()
-def prove_drivable(name: str, model: Any, shape: KvShape, limit: int, lean: bool) -> Decoder | None:
-    """Run a few tokens in two chunks and compare with the model's own pass: by a decoder, else by the model's modules
-    with our layers and attention. Returns the decoder if it is what will be used."""
+def prove_drivable(
+    name: str, model: Any, shape: KvShape, limit: int, lean: bool, kernels: Kernels | None = None
+) -> Decoder | None:
+    """Run a few tokens in two chunks and compare with the model's own pass: by a decoder (with `kernels` if it suits
+    them), else by the model's modules with our layers and attention. Returns the decoder if it is what will be used."""
     kind, device = type(model).__name__, shape.device
     count = min(24, limit)
     vocab = int(model.get_input_embeddings().weight.shape[0])
@@ -40,7 +43,7 @@ def prove_drivable(name: str, model: Any, shape: KvShape, limit: int, lean: bool
         model.set_attn_implementation(ATTENTION_NAME)
         _, seen = _drive(model, None, shape, token_ids, ends)
         if lean and len(seen) == shape.num_layers:
-            decoder = build_decoder(model, shape, seen)
+            decoder = build_decoder(model, shape, seen, kernels)
         if decoder is not None:
             ours, _ = _drive(model, decoder, shape, token_ids, ends)
             if not distance(ours, plain) <= most_distance(shape.dtype):
@@ -84,7 +87,7 @@ def _drive(
     for end in ends:
         first, size = cache.length, end - cache.length
         cache.reserve(end)
-        rules = NATURAL if decoder is None else NATURAL_DECODER
+        rules = NATURAL if decoder is None else decoder.natural_rules
         step = Step([plan_segment(cache, 0, range(ROOT, size - 1), range(size), rules)], lambda: None)
         if decoder is not None:
             logits.append(decoder.forward(token_ids[first:end], range(first, end), range(size), step, rules))

@@ -15,9 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moot.core.errors import ModelRefused
 from moot.core.types import ModelInfo
+from moot.folders import cache_dir
 from moot.model.decoder.decoder import Decoder
 from moot.model.drivable import prove_drivable
 from moot.model.kv import KvShape
+from moot.model.native.kernels import load_kernels
 from moot.model.placement import choose_device, choose_dtype
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 
@@ -65,10 +67,12 @@ def load_model(
     revision: str | None = None,
     num_threads: int | None = None,
     lean: bool = True,
+    native: bool = True,
 ) -> LoadedModel:
     """Load weights (safetensors only, no remote code) and tokenizer, and prove that the runner can drive the model.
 
     `lean`: compute with a decoder of our own where one is known and gives the model's numbers, else by its modules.
+    `native`: what lies between products by compiled kernels, where CPU and compiler allow it.
 
     `dtype` auto: bfloat16 where a short measurement shows that it is faster than float32. Raises ModelRefused, naming
     the model and the reason, for what is not a decoder-only model whose attention is a registered function.
@@ -83,7 +87,8 @@ def load_model(
     tokenizer = load_tokenizer(path_or_id, revision)
     shape = _kv_shape(name, model, chosen_dtype, chosen_device)
     limit = _context_limit(name, model.config)
-    decoder = prove_drivable(name, model, shape, limit, lean)
+    kernels = load_kernels(cache_dir()) if native and lean else None
+    decoder = prove_drivable(name, model, shape, limit, lean, kernels)
     num_embeddings = int(model.get_input_embeddings().weight.shape[0])
     num_logits = int(getattr(model.get_output_embeddings(), "out_features", num_embeddings))
     heads = int(model.config.get_text_config(decoder=True).num_attention_heads)

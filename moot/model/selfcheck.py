@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moot.core.errors import ConfigError
+from moot.core.types import ROOT
 from moot.model.attention import AttentionArguments, attend
 from moot.model.decoder.check import decoder_rules
 from moot.model.determinism import TILE_ROWS, RowRules, attention_candidates, linear_candidates
@@ -24,6 +25,8 @@ _MOST_OUTPUTS = 4096
 """Larger weights (the vocabulary's) are checked on this many of their outputs."""
 
 _PASS_TOKENS = 40
+_BRANCHES = 3
+"""Leaves between the first nodes of the tree's path."""
 
 
 def find_rules(loaded: LoadedModel) -> RowRules:
@@ -51,7 +54,7 @@ def find_rules(loaded: LoadedModel) -> RowRules:
 
 
 def check_passes(runner: ModelRunner) -> None:
-    """Compare whole passes in different chunks: covers what is neither a product nor attention. Raises ConfigError."""
+    """Compare whole passes in different chunks, and as a tree: covers what is neither a product nor attention. Raises ConfigError."""
     limit = min(_PASS_TOKENS, runner.info.context_limit)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(runner.info.vocab_size, (limit,), generator=generator).tolist()
@@ -62,6 +65,11 @@ def check_passes(runner: ModelRunner) -> None:
                 f"deterministic mode does not hold for {runner.info.model}: the same {limit} tokens give other numbers"
                 f" in chunks of {chunks}"
             )
+    if limit > 16 and not torch.equal(_last_logits(runner, token_ids, [limit - 8, 8], _BRANCHES), whole):
+        raise ConfigError(
+            f"deterministic mode does not hold for {runner.info.model}: the path of a tree gives other numbers than the"
+            " same tokens as a chain"
+        )
 
 
 def _distinct_shapes(model: nn.Module) -> list[tuple[int, int, bool]]:
@@ -115,15 +123,34 @@ def _attention_case(loaded: LoadedModel, slots: int, cancel_scores: bool, genera
     return Case(compute)
 
 
-def _last_logits(runner: ModelRunner, token_ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
-    """Logits of the last eight tokens, computed in chunks of these sizes."""
+def _last_logits(runner: ModelRunner, token_ids: Sequence[int], chunks: Sequence[int], branches: int = 0) -> Tensor:
+    """Logits of the last eight tokens, computed in chunks of these sizes; all but the first are trees with so many
+    leaves between the first tokens."""
     from moot.model.inputs import SequenceInput
 
     cache = SequenceCache(KvPool(runner.pool.shape, PAGE_SLOTS))
     start, logits = 0, []
     for size in chunks:
-        wanted = [row for row in range(size) if start + row >= len(token_ids) - 8]
-        logits += runner.forward([SequenceInput(cache, token_ids[start : start + size], None, wanted)])
-        cache.commit(range(size))
+        ids, parents, path = _with_branches(token_ids[start : start + size], branches if start else 0)
+        wanted = [row for place, row in enumerate(path) if start + place >= len(token_ids) - 8]
+        logits += runner.forward([SequenceInput(cache, ids, parents, wanted)])
+        cache.commit(path)
         start += size
     return torch.cat(logits)
+
+
+def _with_branches(token_ids: Sequence[int], branches: int) -> tuple[list[int], list[int], list[int]]:
+    """A tree whose one long path is `token_ids`, with a leaf before each of the first `branches` of them: its ids, their
+    parents, and where the path lies in it."""
+    ids: list[int] = []
+    parents: list[int] = []
+    path: list[int] = []
+    for place, token_id in enumerate(token_ids):
+        parent = path[-1] if path else ROOT
+        if place < branches:
+            ids.append(token_ids[-1 - place])
+            parents.append(parent)
+        path.append(len(ids))
+        ids.append(token_id)
+        parents.append(parent)
+    return ids, parents, path

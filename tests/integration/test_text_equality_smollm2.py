@@ -13,7 +13,8 @@ from api import CHAT, choice_of
 from shared_systems import FIXED, IN_PROCESS
 from whole_system import System, running
 
-from moot.model.prepare import SMOLLM2, cache_dir, prepare
+from moot.folders import cache_dir
+from moot.model.prepare import SMOLLM2, prepare
 
 MAX_TOKENS = 24
 SHARED = (

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from moot.core.errors import ConfigError, ModelRefused
+from moot.folders import cache_dir
 from moot.model.inputs import SequenceInput
 from moot.model.load import load_model
-from moot.model.prepare import SMOLLM2, cache_dir, check_sha256, prepare, prepare_smollm2, publish
+from moot.model.prepare import SMOLLM2, check_sha256, prepare, prepare_smollm2, publish
 from moot.model.runner import ModelRunner
 from moot.model.tiny import make_tiny_model
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from moot.model.attention import AttentionArguments
 from moot.model.decoder.decoder import Decoder
-from moot.model.decoder.layers import HeadNorm, HeadShape, Layer, Norm
+from moot.model.decoder.layers import HeadNorm, HeadShape, Layer, Norm, Weights
 from moot.model.decoder.products import Product, can_pack
 from moot.model.decoder.rotary import Rotary, pairing
 from moot.model.kv import KvShape
+from moot.model.native.kernels import Kernels
 
 KINDS = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Models of these classes have the layers that `Layer` describes. What a config can change is looked at one by one."""
@@ -25,7 +26,9 @@ _FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 _SILU = ("SiLU", "SiLUActivation")
 
 
-def build_decoder(model: Any, shape: KvShape, arguments: Mapping[int, AttentionArguments]) -> Decoder | None:
+def build_decoder(
+    model: Any, shape: KvShape, arguments: Mapping[int, AttentionArguments], kernels: Kernels | None = None
+) -> Decoder | None:
     """`arguments`: what each layer's attention was called with. The model keeps its weights: see `release`."""
     if type(model).__name__ not in KINDS or not can_pack(shape.dtype, shape.device):
         return None
@@ -40,14 +43,15 @@ def build_decoder(model: Any, shape: KvShape, arguments: Mapping[int, AttentionA
     if any(type(_activation(layer.mlp)).__name__ not in _SILU for layer in inner.layers):
         return None
     with torch.inference_mode():
-        return Decoder(
+        weights = Weights(
             inner.embed_tokens.weight.detach(),
-            [_layer(layer, heads, arguments[index]) for index, layer in enumerate(inner.layers)],
+            tuple(_layer(layer, heads, arguments[index]) for index, layer in enumerate(inner.layers)),
             _norm(inner.norm),
             Product(model.lm_head.weight, model.lm_head.bias),
             rotary,
             heads,
         )
+    return Decoder(weights, kernels)
 
 
 def release(model: nn.Module) -> None:

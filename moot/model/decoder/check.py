@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from moot.model.decoder.decoder import Decoder
 from moot.model.decoder.layers import HeadShape, gated, turned_heads
 from moot.model.decoder.products import Product
 from moot.model.decoder.togethercheck import together_holds
-from moot.model.determinism import PRODUCT_SLOTS, TILE_ROWS, Padding, RowRules
+from moot.model.determinism import NATURAL_KERNELS, PRODUCT_SLOTS, TILE_ROWS, Padding, RowRules
 from moot.model.kv import SPAN_SLOTS, round_up
 from moot.model.rowcases import Case, cancelling, cancelling_attention, first_holding
 
@@ -33,16 +34,18 @@ def decoder_rules(decoder: Decoder, context_limit: int) -> RowRules:
             break
     else:
         raise ConfigError("deterministic mode does not hold: products depend on the number of rows")
-    attention = first_holding(_PADDINGS, list(_attention_cases(decoder.heads, context_limit, generator)))
+    if decoder.kernels is not None:
+        return replace(NATURAL_KERNELS, tile=TILE_ROWS, linear=linear, product_tile=tile, product_multiple=TILE_ROWS)
+    attention = first_holding(_PADDINGS, list(_attention_cases(decoder.weights.heads, context_limit, generator)))
     if attention is None:
         raise ConfigError("deterministic mode does not hold: attention depends on the number of rows")
-    together = together_holds(decoder.heads, context_limit, generator)
+    together = together_holds(decoder.weights.heads, context_limit, generator)
     return RowRules(TILE_ROWS, linear, attention, True, tile, TILE_ROWS, PRODUCT_SLOTS, together)
 
 
 def _product_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> Iterator[Case]:
     products = [decoder.head]
-    for layer in decoder.layers:
+    for layer in decoder.weights.layers:
         products += [layer.queries_keys_values, layer.attended, layer.gate_up, layer.down]
     for outputs, inputs, has_bias in sorted({(each.outputs, each.inputs, each.has_bias) for each in products}):
         rows, weight = cancelling((TILE_ROWS,), (min(outputs, _MOST_OUTPUTS),), inputs, generator)
@@ -52,12 +55,15 @@ def _product_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> I
 
 def _row_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> Iterator[Case]:
     """Norms, rotation and activation: nothing here can be made to cancel, and rows are few enough to try them all."""
-    heads, layer = decoder.heads, decoder.layers[0]
-    half = torch.randn(TILE_ROWS, decoder.last_norm.width, generator=generator).bfloat16()
+    weights = decoder.weights
+    heads, layer = weights.heads, weights.layers[0]
+    half = torch.randn(TILE_ROWS, weights.last_norm.width, generator=generator).bfloat16()
+    if decoder.kernels is not None:
+        return
     yield Case(_of_rows(layer.before_mlp, torch.cat((half, -half), dim=1)), tile)
     yield Case(_of_rows(gated, torch.randn(TILE_ROWS, layer.gate_up.outputs, generator=generator).bfloat16()), tile)
     projected = torch.randn(TILE_ROWS, layer.queries_keys_values.outputs, generator=generator).bfloat16()
-    turns = decoder.rotary.at(range(TILE_ROWS))
+    turns = weights.rotary.at(range(TILE_ROWS))
 
     @torch.inference_mode()
     def turn(index: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The forward pass of a decoder, layer by layer: norm, product, turn, attend, product, norm, gated products."""
+"""The forward pass of a decoder: embedding, layers, output."""
 
 from __future__ import annotations
 
@@ -9,45 +9,42 @@ from torch import Tensor
 from torch.nn import functional
 
 from moot.model.attention import Step
-from moot.model.decoder.attend import attend
-from moot.model.decoder.layers import HeadShape, Layer, Norm, gated, turned_heads
-from moot.model.decoder.products import Product
-from moot.model.decoder.rotary import Rotary
-from moot.model.decoder.tiles import StepTiles
-from moot.model.determinism import RowRules
+from moot.model.decoder import by_kernels, by_torch
+from moot.model.decoder.layers import Weights
+from moot.model.determinism import NATURAL_DECODER, NATURAL_KERNELS, RowRules
+from moot.model.native.kernels import Kernels
 
 
 class Decoder:
     """Weights in a layout of their own, and the pass over them. Not thread-safe: it keeps what positions it has seen.
 
     A pass computes what the model's own modules do, with fewer roundings: norms and rotations stay in float32 until
-    they are stored.
+    they are stored. `kernels` computes what lies between products, or torch does where it is None.
     """
 
-    def __init__(
-        self,
-        embedding: Tensor,
-        layers: Sequence[Layer],
-        last_norm: Norm,
-        head: Product,
-        rotary: Rotary,
-        heads: HeadShape,
-    ) -> None:
-        self.layers = tuple(layers)
-        self.last_norm = last_norm
-        self.head = head
-        self.rotary = rotary
-        self.heads = heads
-        self.embedding = embedding
-        self.states = embedding.new_empty(0, embedding.shape[1])
+    def __init__(self, weights: Weights, kernels: Kernels | None = None) -> None:
+        self.weights = weights
+        self.kernels = kernels if by_kernels.suits(weights) else None
+        self.head = weights.head
+        self.states = weights.embedding.new_empty(0, weights.embedding.shape[1])
         """What the output layer was given for the logit rows of the last pass, [rows, width]."""
+
+    @property
+    def way(self) -> str:
+        """Which code computes the pass, for the fingerprint of its numbers."""
+        way = "decoder, packed weights"
+        return way if self.kernels is None else f"{way}, kernels {self.kernels.digest}"
+
+    @property
+    def natural_rules(self) -> RowRules:
+        return NATURAL_DECODER if self.kernels is None else NATURAL_KERNELS
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weights that a pass of one row streams."""
         products = [
             product
-            for layer in self.layers
+            for layer in self.weights.layers
             for product in (layer.queries_keys_values, layer.attended, layer.gate_up, layer.down)
         ]
         return sum(product.num_bytes for product in (*products, self.head))
@@ -66,42 +63,21 @@ class Decoder:
 
         Leaves the tokens' keys and values pending in their caches. `layers`: of these layers alone, ascending.
         """
-        heads, rows = self.heads, len(token_ids)
-        embedded = functional.embedding(torch.tensor(token_ids), self.embedding)
-        width = embedded.shape[1]
-        both = torch.cat((embedded, embedded.neg()), dim=1)
-        hidden, negated = both[:, :width], both[:, width:]
-        turns = self.rotary.at(positions)
-        tiles = StepTiles(step, rows, heads, rules)
-        for index in range(len(self.layers)) if layers is None else layers:
-            layer = self.layers[index]
-            projected = _in_tiles(layer.queries_keys_values, layer.before_attention(both), rules)
-            turned = turned_heads(projected, turns, heads, layer.head_norm, layer.query_scale)
-            values = projected[:, heads.turned * heads.dim :].view(rows, heads.kv_heads, heads.dim)
-            tiles.store(index, turned, values)
-            mixed = tiles.attend(index, layer.window, attend)
-            hidden.add_(_in_tiles(layer.attended, mixed, rules))
-            torch.neg(hidden, out=negated)
-            gate_up = _in_tiles(layer.gate_up, layer.before_mlp(both), rules)
-            hidden.add_(_in_tiles(layer.down, gated(gate_up), rules))
-            torch.neg(hidden, out=negated)
-            step.progress()
-        return self._logits(both, logit_rows, rules)
+        weights = self.weights
+        chosen = range(len(weights.layers)) if layers is None else layers
+        embedded = functional.embedding(torch.tensor(token_ids), weights.embedding)
+        if self.kernels is None:
+            normed = by_torch.run_layers(weights, embedded, positions, step, rules, chosen)
+        else:
+            normed = by_kernels.run_layers(self.kernels, weights, embedded, positions, step, rules, chosen)
+        return self._logits(normed, logit_rows, rules)
 
-    def _logits(self, both: Tensor, logit_rows: Sequence[int], rules: RowRules) -> Tensor:
-        count = len(logit_rows)
+    def _logits(self, normed: Tensor, logit_rows: Sequence[int], rules: RowRules) -> Tensor:
+        count, head = len(logit_rows), self.head
         if not count:
             self.states = self.states[:0]
-            return torch.empty(0, self.head.outputs)
+            return torch.empty(0, head.outputs)
         padded = [*logit_rows, *[logit_rows[-1]] * (rules.step_rows(count) - count)]
-        if padded != list(range(both.shape[0])):
-            both = both[torch.tensor(padded)]
-        states = self.last_norm(both)
+        states = normed if padded == list(range(len(normed))) else normed[torch.tensor(padded)]
         self.states = states[:count]
-        return _in_tiles(self.head, states, rules)[:count].float()
-
-
-def _in_tiles(product: Product, x: Tensor, rules: RowRules) -> Tensor:
-    if x.shape[0] <= rules.product_tile:
-        return product(x)
-    return torch.cat([product(part) for part in x.split(rules.product_tile)])
+        return head.in_tiles(states, rules.product_tile)[:count].float()

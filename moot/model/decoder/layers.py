@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moot.model.decoder.products import Product
+from moot.model.decoder.rotary import Rotary
 
 _SERIAL_ELEMENTS = 32767
 """torch splits an element-wise operation among threads beyond this many elements."""
@@ -34,16 +35,17 @@ class Norm:
     half a dozen element-wise operations would, in float32 throughout: scale x / sqrt(mean(x^2) + epsilon).
     """
 
-    __slots__ = ("_epsilon", "_scale", "width")
+    __slots__ = ("_twice", "epsilon", "scale", "width")
 
     def __init__(self, scale: Tensor, epsilon: float) -> None:
         self.width = scale.shape[0]
-        self._scale = torch.cat((scale, scale)).detach()
-        self._epsilon = epsilon
+        self.scale = scale.detach().float()
+        self.epsilon = epsilon
+        self._twice = torch.cat((scale, scale)).detach()
 
     def __call__(self, both: Tensor) -> Tensor:
         """both: [rows, 2 width], x beside -x. Returns [rows, width]."""
-        return functional.layer_norm(both, (2 * self.width,), self._scale, None, self._epsilon)[:, : self.width]
+        return functional.layer_norm(both, (2 * self.width,), self._twice, None, self.epsilon)[:, : self.width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,18 @@ class HeadShape:
     def turned(self) -> int:
         """Heads that are turned: queries and keys."""
         return self.query_heads + self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Of a whole decoder. embedding: bfloat16 [vocab, width]."""
+
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    last_norm: Norm
+    head: Product
+    rotary: Rotary
+    heads: HeadShape
 
 
 def turned_heads(

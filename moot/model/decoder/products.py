@@ -41,6 +41,12 @@ class Product:
     def __call__(self, x: Tensor) -> Tensor:
         return cast(Tensor, _multiply(x, self._packed, self._bias, "none", [], ""))
 
+    def in_tiles(self, x: Tensor, most_rows: int) -> Tensor:
+        """The same, at most `most_rows` rows a call."""
+        if x.shape[0] <= most_rows:
+            return self(x)
+        return torch.cat([self(part) for part in x.split(most_rows)])
+
     @property
     def num_bytes(self) -> int:
         return 2 * self.inputs * self.outputs
