@@ -54,7 +54,9 @@ def find_rules(loaded: LoadedModel) -> RowRules:
 
 
 def check_passes(runner: ModelRunner) -> None:
-    """Compare whole passes in different chunks, and as a tree: covers what is neither a product nor attention. Raises ConfigError."""
+    """Compare whole passes in different chunks, and as a tree: covers kernels, and what is neither a product nor attention.
+
+    Raises ConfigError."""
     limit = min(_PASS_TOKENS, runner.info.context_limit)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(runner.info.vocab_size, (limit,), generator=generator).tolist()
@@ -140,8 +142,8 @@ def _last_logits(runner: ModelRunner, token_ids: Sequence[int], chunks: Sequence
 
 
 def _with_branches(token_ids: Sequence[int], branches: int) -> tuple[list[int], list[int], list[int]]:
-    """A tree whose one long path is `token_ids`, with a leaf before each of the first `branches` of them: its ids, their
-    parents, and where the path lies in it."""
+    """A tree whose one long path is `token_ids`, with a leaf before each of the first `branches` of them: its ids,
+    their parents, and where the path lies in it."""
     ids: list[int] = []
     parents: list[int] = []
     path: list[int] = []

@@ -28,6 +28,9 @@ class VerifierConfig(LinkOptions):
     deterministic: str = option(
         "auto", help="numbers that do not depend on batch-mates; auto: on for the CPU", choices=("auto", "on", "off")
     )
+    native_kernels: bool = option(
+        True, help="compute what lies between products by kernels, compiled at first start, where CPU and gcc allow it"
+    )
     num_threads: int = option(0, help="compute threads; 0 leaves the choice to torch")
 
     drafters: tuple[str, ...] = option(

@@ -26,7 +26,14 @@ SERVICE = "moot.v1.VerifierService"
 
 def make_runner(config: VerifierConfig) -> ModelRunner:
     """Load the target model. Raises ModelRefused, and ConfigError where deterministic mode is on and does not hold."""
-    loaded = load_model(config.model, config.device, config.dtype, config.revision, config.num_threads or None)
+    loaded = load_model(
+        config.model,
+        config.device,
+        config.dtype,
+        config.revision,
+        config.num_threads or None,
+        native=config.native_kernels,
+    )
     capacity = kv_capacity_tokens(config, loaded.kv_shape, loaded.info.context_limit)
     if config.deterministic != "auto":
         return choose_runner(loaded, capacity, config.deterministic == "on")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from driving import random_ids, run_chunks
 from torch import Tensor, nn
 
 from moot.core.errors import ConfigError
+from moot.folders import cache_dir
 from moot.model import selfcheck
 from moot.model.determinism import NATURAL, Padding, linear_candidates
 from moot.model.inputs import SequenceInput
 from moot.model.layers import RowwiseActivation
 from moot.model.load import LoadedModel, load_model
+from moot.model.native.kernels import load_kernels
 from moot.model.runner import ModelRunner
 from moot.model.tiny import FAMILIES, make_tiny_model
 
@@ -24,16 +27,36 @@ LENGTH = 526
 """Crosses a page border, with room for a tree of depth eight on either side of it."""
 
 
-@pytest.fixture(scope="module", params=[(family, dtype) for family in FAMILIES for dtype in DTYPES], ids="-".join)
+# A width that is no multiple of a vector's length, where activation functions have remainders.
+SIZES: dict[str, dict[str, Any]] = {"llama": {"intermediate_size": 200}}
+CASES = [(family, dtype, SIZES.get(family, {})) for family in FAMILIES for dtype in DTYPES]
+KERNEL_CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "bfloat16", {"num_attention_heads": 6, "head_dim": 64}),
+    ("llama", "bfloat16", {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 32}),
+    ("llama", "bfloat16", {"num_key_value_heads": 4, "head_dim": 128}),
+    ("mistral", "bfloat16", {"sliding_window": 24, "head_dim": 32}),
+    ("qwen2", "bfloat16", {"hidden": 128}),
+    ("qwen3", "bfloat16", {"head_dim": 96}),
+]
+"""Models whose heads and widths are such that compiled kernels compute what lies between products."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*CASES, *KERNEL_CASES],
+    ids=[f"{case[0]}-{case[1]}" for case in CASES] + [f"{case[0]}-kernels-{case[2]}" for case in KERNEL_CASES],
+)
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
-    family, dtype = request.param
+    family, dtype, config = request.param
     threads = torch.get_num_threads()
     # With several threads operations are cut at other places; one thread for the rest keeps the suite short.
     torch.set_num_threads(2 if family == "llama" else 1)
-    # A width that is no multiple of a vector's length, where activation functions have remainders.
-    width = {"intermediate_size": 200} if family == "llama" else {}
-    path = make_tiny_model(tmp_path_factory.mktemp(family), family, seed=1, **width)
-    yield ModelRunner(load_model(path, dtype=dtype), 16384, True)
+    path = make_tiny_model(tmp_path_factory.mktemp(family), family, seed=1, **config)
+    loaded = load_model(path, dtype=dtype)
+    if request.param in KERNEL_CASES and load_kernels(cache_dir()) is None:
+        pytest.skip("no kernels: this CPU has no AVX512-BF16, or there is no compiler")
+    assert request.param not in KERNEL_CASES or (loaded.decoder is not None and loaded.decoder.kernels is not None)
+    yield ModelRunner(loaded, 16384, True)
     torch.set_num_threads(threads)
 
 

@@ -37,7 +37,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     # With several threads work is split at other places; one for the rest keeps the suite short.
     torch.set_num_threads(2 if request.param == "mistral" else 1)
     path = make_tiny_model(tmp_path_factory.mktemp("model"), request.param, context=700, **CONFIGS[request.param])
-    yield load_model(path, dtype="bfloat16")
+    yield load_model(path, dtype="bfloat16", native=False)
     torch.set_num_threads(threads)
 
 
@@ -249,7 +249,7 @@ def test_calls_are_of_kinds_that_were_checked(runner: ModelRunner, seed: int) ->
     decoder = runner.loaded.decoder
     assert decoder is not None
     tiles_seen = []
-    for each in together.plan_rounds(segments, len(token_ids), decoder.heads, runner.rules):
+    for each in together.plan_rounds(segments, len(token_ids), decoder.weights.heads, runner.rules):
         tiles_seen += [id(tile) for _, tile in each.alone]
         seen = [id(segment) for segment, _ in each.alone]
         for call in each.calls:

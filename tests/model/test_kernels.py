@@ -1,0 +1,197 @@
+"""Compiled kernels: their numbers are the right ones, no row's depend on another's, and what happens without them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moot.folders import cache_dir
+from moot.model.attention import Segment, Step, plan_segment
+from moot.model.decoder.layers import HeadShape
+from moot.model.determinism import NATURAL_KERNELS
+from moot.model.kv import KvPool, KvShape, SequenceCache
+from moot.model.native import build
+from moot.model.native.kernels import Kernels, load_kernels
+from moot.model.native.plan import StepPlan
+from moot.model.trees import depths_of
+
+pytestmark = pytest.mark.usefixtures("inference")
+
+HEADS = HeadShape(query_heads=6, kv_heads=2, dim=64)
+
+
+@pytest.fixture
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    found = load_kernels(cache_dir())
+    if found is None:
+        pytest.skip("no kernels: this CPU has no AVX512-BF16, or there is no compiler")
+    return found
+
+
+def made(*sizes: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
+
+
+def test_norms_and_activation_are_right(kernels: Kernels) -> None:
+    """Within a rounding of bfloat16 of float64, over rows of sizes from 1e-3 to 1e3; the sum is stored as rounded."""
+    sizes = torch.logspace(-3, 3, 70)[:, None]
+    hidden, delta = (made(70, 96, seed=1) * sizes).bfloat16(), (made(70, 96, seed=2) * sizes).bfloat16()
+    scale, out = torch.rand(96) + 0.5, torch.empty(70, 96, dtype=torch.bfloat16)
+    summed = hidden + delta
+    kernels.norm(hidden, delta, scale, 1e-5, out)
+    assert torch.equal(hidden, summed)
+    exact = summed.double()
+    expected = exact / (exact.square().mean(1, keepdim=True) + 1e-5).sqrt() * scale.double()
+    assert torch.allclose(out.double(), expected, rtol=2**-8, atol=0)
+    kernels.norm(hidden, None, scale, 1e-5, out)
+    assert torch.equal(hidden, summed)
+    assert torch.allclose(out.double(), expected, rtol=2**-8, atol=0)
+
+    gate_up = torch.cat((torch.linspace(-120, 120, 1024).bfloat16(), made(1024)))[None].repeat(40, 1)
+    active = torch.empty(40, 1024, dtype=torch.bfloat16)
+    kernels.gate(gate_up, active)
+    gate, up = gate_up.double().chunk(2, 1)
+    assert torch.allclose(active.double(), gate * torch.sigmoid(gate) * up, rtol=2**-8, atol=1e-35)
+
+
+def filled_cache(pool: KvPool, length: int, seed: int) -> SequenceCache:
+    cache = SequenceCache(pool)
+    cache.reserve(length + 40)
+    cache.data[:, :, :length] = made(1, 2, length, HEADS.kv_heads, HEADS.dim, seed=seed)
+    cache.length = length
+    return cache
+
+
+def pool() -> KvPool:
+    return KvPool(KvShape(1, HEADS.kv_heads, HEADS.dim, torch.bfloat16, torch.device("cpu")), 65536)
+
+
+def planned(cache: SequenceCache, start: int, parents: list[int]) -> Segment:
+    return plan_segment(cache, start, parents, depths_of(parents), NATURAL_KERNELS)
+
+
+def attended(kernels: Kernels, segments: list[Segment], projected: Tensor, window: int | None = None) -> Tensor:
+    """Of rows that are not turned: [rows, query heads, dim]."""
+    rows = len(projected)
+    turns = torch.tensor([1.0, 0.0]).repeat(rows, HEADS.dim // 2).contiguous()
+    plan = StepPlan(Step(segments, lambda: None), rows, turns, HEADS)
+    mixed = kernels.attend(plan, 0, projected, None, 0.0, 1.0, window)
+    return mixed.view(rows, HEADS.query_heads, HEADS.dim).clone()
+
+
+def reference(cache: SequenceCache, own: list[Tensor], query: Tensor, window: int | None) -> Tensor:
+    """In float64, of one row: own [2, kv_heads, dim] of each node on its path. Returns [query heads, dim]."""
+    keys, values = torch.cat((cache.data[0, :, : cache.length], torch.stack(own, 1)), 1).double()
+    if window is not None:
+        keys, values = keys[-window:], values[-window:]
+    group = HEADS.query_heads // HEADS.kv_heads
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    weights = torch.einsum("hd,shd->hs", query.double(), keys).softmax(1)
+    return torch.einsum("hs,shd->hd", weights, values)
+
+
+TREES = {"chain": [-1, 0, 1, 2, 3], "tree": [-1, 0, 0, 1, 2, 2, 5, -1], "row": [-1]}
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 37])
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 200, 255])
+@pytest.mark.parametrize("shape", TREES)
+def test_attention_is_right(kernels: Kernels, shape: str, length: int, window: int | None) -> None:
+    """Each row sees the committed tokens and its own path, within `window`; keys and values are stored."""
+    parents = TREES[shape]
+    cache = filled_cache(pool(), length, seed=length)
+    width = (HEADS.query_heads + 2 * HEADS.kv_heads) * HEADS.dim
+    projected = made(len(parents), width, seed=3, scale=0.4)
+    got = attended(kernels, [planned(cache, 0, parents)], projected, window)
+    queries, keys, values = projected.view(len(parents), -1, HEADS.dim).split([6, 2, 2], 1)
+    for node in range(len(parents)):
+        path, at = [], node
+        while at != -1:
+            path.insert(0, at)
+            at = parents[at]
+        own = [torch.stack((keys[each], values[each])) for each in path]
+        expected = reference(cache, own, queries[node], window)
+        assert (got[node].double() - expected).norm() < 0.01 * expected.norm() + 1e-9
+    cache.commit(path)
+    assert torch.equal(cache.data[0, :, length : cache.length], torch.stack(own, 1))
+
+
+def test_no_row_depends_on_its_company(kernels: Kernels) -> None:
+    """Alone, in a chain, in a tree, beside other requests, with one thread or two: the same bits."""
+    width = (HEADS.query_heads + 2 * HEADS.kv_heads) * HEADS.dim
+    projected = made(9, width, seed=4, scale=3.0)
+    threads = torch.get_num_threads()
+    found: dict[str, Tensor] = {}
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            chain = filled_cache(pool(), 77, seed=5)
+            found[f"chain, {count} threads"] = attended(kernels, [planned(chain, 0, [-1, 0, 1])], projected[:3])
+            single, rows = filled_cache(pool(), 77, seed=5), []
+            for row in range(3):
+                rows.append(attended(kernels, [planned(single, 0, [-1])], projected[row : row + 1]))
+                single.commit([0])
+            found[f"one by one, {count} threads"] = torch.cat(rows)
+            branched = torch.cat((projected[5:6], projected[:1], projected[6:7], projected[1:3], projected[7:8]))
+            tree = filled_cache(pool(), 77, seed=5)
+            got = attended(kernels, [planned(tree, 0, [-1, -1, 1, 1, 3, 0])], branched)
+            found[f"tree, {count} threads"] = got[[1, 3, 4]]
+            shared = pool()
+            mates = [filled_cache(shared, length, seed=5 if length == 77 else length) for length in (30, 77, 500)]
+            segments = [planned(mates[0], 0, [-1, 0, 1, 2]), planned(mates[1], 4, [-1, 0, 1])]
+            segments.append(planned(mates[2], 7, [-1, -1]))
+            beside = torch.cat((projected[5:9], projected[:3], projected[3:5]))
+            found[f"batch, {count} threads"] = attended(kernels, segments, beside)[4:7]
+    finally:
+        torch.set_num_threads(threads)
+    first = next(iter(found.values()))
+    assert [name for name, rows in found.items() if not torch.equal(rows, first)] == []
+
+
+def test_what_lies_behind_a_row_does_not_reach_it(kernels: Kernels) -> None:
+    """Slots of rejected tokens hold anything, also what is no number: rows before them do not read it."""
+    width = (HEADS.query_heads + 2 * HEADS.kv_heads) * HEADS.dim
+    projected = made(2, width, seed=6)
+    clean, dirty = filled_cache(pool(), 100, seed=7), filled_cache(pool(), 100, seed=7)
+    dirty.data[:, :, 100:] = math.nan
+    results = [attended(kernels, [planned(cache, 0, [-1, 0])], projected) for cache in (clean, dirty)]
+    assert torch.equal(*results)
+    assert results[0].isfinite().all()
+
+
+def test_without_a_compiler_torch_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No compiler, or one that fails: no kernels, one line in the log that says why, nothing left behind."""
+    for compiler in ("no-such-compiler", "false"):
+        monkeypatch.setenv("CC", compiler)
+        with caplog.at_level(logging.WARNING):
+            assert build.find_or_build(tmp_path / compiler) is None
+        assert "kernels are not compiled" in caplog.text
+        assert list((tmp_path / compiler).rglob("*.so")) == []
+        caplog.clear()
+
+
+def test_kernels_are_compiled_once(tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was built is found again without a compiler; another source has another name."""
+    built = build.find_or_build(tmp_path)
+    assert built is not None
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert build.find_or_build(tmp_path) == built
+    assert Kernels(built).digest == kernels.digest
+    other = tmp_path / "kernels.c"
+    other.write_text(build.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(build, "SOURCE", other)
+    assert build.find_or_build(tmp_path) is None
