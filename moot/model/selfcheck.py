@@ -54,7 +54,7 @@ def find_rules(loaded: LoadedModel) -> RowRules:
 
 
 def check_passes(runner: ModelRunner) -> None:
-    """Compare whole passes in different chunks, and as a tree: covers kernels, and what is neither a product nor attention.
+    """Compare whole passes in different chunks, and as a tree: covers what is checked nowhere else.
 
     Raises ConfigError."""
     limit = min(_PASS_TOKENS, runner.info.context_limit)

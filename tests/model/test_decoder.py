@@ -48,7 +48,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden": 48, "attention_bias": True}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
     ("llama", {"head_dim": 24}),
-    ("llama", {"head_dim": 64, "num_attention_heads": 6}),
+    ("llama", {"head_dim": 64, "num_attention_heads": 6, "hidden": 96}),
     ("llama", {"head_dim": 32, "num_attention_heads": 16, "num_key_value_heads": 1}),
     ("qwen3", {"head_dim": 96}),
     ("qwen2", {"hidden": 128}),

@@ -31,7 +31,7 @@ LENGTH = 526
 SIZES: dict[str, dict[str, Any]] = {"llama": {"intermediate_size": 200}}
 CASES = [(family, dtype, SIZES.get(family, {})) for family in FAMILIES for dtype in DTYPES]
 KERNEL_CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("llama", "bfloat16", {"num_attention_heads": 6, "head_dim": 64}),
+    ("llama", "bfloat16", {"num_attention_heads": 6, "hidden": 96, "head_dim": 64}),
     ("llama", "bfloat16", {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 32}),
     ("llama", "bfloat16", {"num_key_value_heads": 4, "head_dim": 128}),
     ("mistral", "bfloat16", {"sliding_window": 24, "head_dim": 32}),

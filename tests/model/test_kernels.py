@@ -14,11 +14,14 @@ from torch import Tensor
 from moot.folders import cache_dir
 from moot.model.attention import Segment, Step, plan_segment
 from moot.model.decoder.layers import HeadShape
-from moot.model.determinism import NATURAL_KERNELS
+from moot.model.determinism import NATURAL_KERNELS, TILE_ROWS, Padding
 from moot.model.kv import KvPool, KvShape, SequenceCache
 from moot.model.native import build
 from moot.model.native.kernels import Kernels, load_kernels
 from moot.model.native.plan import StepPlan
+from moot.model.native.products import KernelProduct
+from moot.model.native.structures import CAttention, CNorm
+from moot.model.rowcases import Case, cancelling
 from moot.model.trees import depths_of
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -44,26 +47,63 @@ def made(*sizes: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return (torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
 
 
-def test_norms_and_activation_are_right(kernels: Kernels) -> None:
+def test_norms_are_right(kernels: Kernels) -> None:
     """Within a rounding of bfloat16 of float64, over rows of sizes from 1e-3 to 1e3; the sum is stored as rounded."""
     sizes = torch.logspace(-3, 3, 70)[:, None]
     hidden, delta = (made(70, 96, seed=1) * sizes).bfloat16(), (made(70, 96, seed=2) * sizes).bfloat16()
     scale, out = torch.rand(96) + 0.5, torch.empty(70, 96, dtype=torch.bfloat16)
+    by = CNorm(scale.data_ptr(), 1e-5)
     summed = hidden + delta
-    kernels.norm(hidden, delta, scale, 1e-5, out)
-    assert torch.equal(hidden, summed)
     exact = summed.double()
     expected = exact / (exact.square().mean(1, keepdim=True) + 1e-5).sqrt() * scale.double()
-    assert torch.allclose(out.double(), expected, rtol=2**-8, atol=0)
-    kernels.norm(hidden, None, scale, 1e-5, out)
-    assert torch.equal(hidden, summed)
-    assert torch.allclose(out.double(), expected, rtol=2**-8, atol=0)
+    for addend in (delta, None):
+        kernels.norm(by, hidden, addend, out)
+        assert torch.equal(hidden, summed)
+        assert torch.allclose(out.double(), expected, rtol=2**-8, atol=0)
 
-    gate_up = torch.cat((torch.linspace(-120, 120, 1024).bfloat16(), made(1024)))[None].repeat(40, 1)
-    active = torch.empty(40, 1024, dtype=torch.bfloat16)
-    kernels.gate(gate_up, active)
-    gate, up = gate_up.double().chunk(2, 1)
-    assert torch.allclose(active.double(), gate * torch.sigmoid(gate) * up, rtol=2**-8, atol=1e-35)
+
+@pytest.mark.parametrize("outputs", [32, 45, 64, 16, 1000])
+@pytest.mark.parametrize("biased", [True, False])
+def test_products_are_right(kernels: Kernels, outputs: int, biased: bool) -> None:
+    """Within a rounding of float64 for any number of outputs; a row's bits are the same among any number of rows."""
+    x, weight = made(40, 96, seed=1), made(outputs, 96, seed=2)
+    bias = made(outputs, seed=3) if biased else None
+    product = KernelProduct(kernels, weight, bias)
+    whole = product(x)
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    size = x.double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)
+    assert ((whole.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * size).all()
+    for count in range(1, 40):
+        assert torch.equal(product(x[:count]), whole[:count])
+        assert torch.equal(product(x[-count:]), whole[-count:])
+
+
+def test_gated_products_are_right(kernels: Kernels) -> None:
+    """silu(gate) times the rest within a rounding of float64, for gates from -120 to 120."""
+    gate, up = torch.linspace(-120, 120, 96).bfloat16()[:, None], made(96, 1, seed=4)
+    weight = torch.cat((gate, up)).repeat(1, 2) * torch.tensor([1.0, 0.0])
+    product = KernelProduct(kernels, weight.bfloat16(), None, gated=True)
+    x = torch.tensor([[1.0, 5.0], [-0.5, 7.0]]).bfloat16()
+    gates, ups = x[:, :1].double() * gate.double().T, x[:, :1].double() * up.double().T
+    assert torch.allclose(product(x).double(), gates * torch.sigmoid(gates) * ups, rtol=2**-7, atol=1e-35)
+
+
+def test_a_products_sums_do_not_depend_on_rows_or_threads(kernels: Kernels) -> None:
+    """Where every sum is nothing but the rounding of its parts, a row's bits are the same in any company."""
+    rows, weight = cancelling((TILE_ROWS,), (200,), 576, torch.Generator().manual_seed(0))
+    product = KernelProduct(kernels, weight.bfloat16(), None)
+    threads = torch.get_num_threads()
+    seen = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            case = Case(lambda index: product(rows.bfloat16()[index]), 256)
+            assert case.holds(Padding(1, 1))
+            seen.append(product(rows.bfloat16()))
+    finally:
+        torch.set_num_threads(threads)
+    assert seen[0].abs().max() > 0
+    assert all(torch.equal(each, seen[0]) for each in seen)
 
 
 def filled_cache(pool: KvPool, length: int, seed: int) -> SequenceCache:
@@ -87,8 +127,8 @@ def attended(kernels: Kernels, segments: list[Segment], projected: Tensor, windo
     rows = len(projected)
     turns = torch.tensor([1.0, 0.0]).repeat(rows, HEADS.dim // 2).contiguous()
     plan = StepPlan(Step(segments, lambda: None), rows, turns, HEADS)
-    mixed = kernels.attend(plan, 0, projected, None, 0.0, 1.0, window)
-    return mixed.view(rows, HEADS.query_heads, HEADS.dim).clone()
+    kernels.attend(plan.c_plan, CAttention(None, 0.0, 1.0, window or 0), 0, projected)
+    return plan.mixed.view(rows, HEADS.query_heads, HEADS.dim).clone()
 
 
 def reference(cache: SequenceCache, own: list[Tensor], query: Tensor, window: int | None) -> Tensor:

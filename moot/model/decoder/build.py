@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moot.model.attention import AttentionArguments
+from moot.model.decoder.by_kernels import kernels_suit
 from moot.model.decoder.decoder import Decoder
 from moot.model.decoder.layers import HeadNorm, HeadShape, Layer, Norm, Weights
 from moot.model.decoder.products import Product, can_pack
 from moot.model.decoder.rotary import Rotary, pairing
 from moot.model.kv import KvShape
 from moot.model.native.kernels import Kernels
+from moot.model.native.products import KernelProduct
 
 KINDS = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Models of these classes have the layers that `Layer` describes. What a config can change is looked at one by one."""
 
 _FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 """Kinds of rotary positions that turn a position by the same angles whatever else is in the pass."""
+
+Pack = Callable[..., Product]
 
 _SILU = ("SiLU", "SiLUActivation")
 
@@ -42,12 +47,15 @@ def build_decoder(
         return None
     if any(type(_activation(layer.mlp)).__name__ not in _SILU for layer in inner.layers):
         return None
+    if kernels is not None and not kernels_suit(heads, int(config.hidden_size), int(config.intermediate_size)):
+        kernels = None
+    pack = Product if kernels is None else partial(KernelProduct, kernels)
     with torch.inference_mode():
         weights = Weights(
             inner.embed_tokens.weight.detach(),
-            tuple(_layer(layer, heads, arguments[index]) for index, layer in enumerate(inner.layers)),
+            tuple(_layer(layer, heads, arguments[index], pack) for index, layer in enumerate(inner.layers)),
             _norm(inner.norm),
-            Product(model.lm_head.weight, model.lm_head.bias),
+            pack(model.lm_head.weight, model.lm_head.bias),
             rotary,
             heads,
         )
@@ -70,7 +78,7 @@ def _norm(module: Any) -> Norm:
     return Norm(module.weight, float(module.variance_epsilon))
 
 
-def _layer(layer: Any, heads: HeadShape, arguments: AttentionArguments) -> Layer:
+def _layer(layer: Any, heads: HeadShape, arguments: AttentionArguments, pack: Pack) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     weight, bias = _joined(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
     scaling = heads.dim**-0.5 if arguments.scaling is None else arguments.scaling
@@ -89,15 +97,16 @@ def _layer(layer: Any, heads: HeadShape, arguments: AttentionArguments) -> Layer
         if bias is not None:
             bias[: heads.query_heads * heads.dim] *= scaling
         query_scale = 1.0
+    gating = {} if pack is Product else {"gated": True}
     return Layer(
         before_attention=_norm(layer.input_layernorm),
-        queries_keys_values=Product(weight, bias),
+        queries_keys_values=pack(weight, bias),
         head_norm=head_norm,
         query_scale=query_scale,
-        attended=Product(attention.o_proj.weight, attention.o_proj.bias),
+        attended=pack(attention.o_proj.weight, attention.o_proj.bias),
         before_mlp=_norm(layer.post_attention_layernorm),
-        gate_up=Product(*_joined(mlp, ("gate_up_proj",), ("gate_proj", "up_proj"))),
-        down=Product(mlp.down_proj.weight, mlp.down_proj.bias),
+        gate_up=pack(*_joined(mlp, ("gate_up_proj",), ("gate_proj", "up_proj")), **gating),
+        down=pack(mlp.down_proj.weight, mlp.down_proj.bias),
         window=arguments.window,
     )
 

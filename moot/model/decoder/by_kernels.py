@@ -1,4 +1,4 @@
-"""A decoder's layers by compiled kernels: four products and four kernels each."""
+"""A decoder's layers by compiled kernels, one call for each."""
 
 from __future__ import annotations
 
@@ -8,46 +8,62 @@ import torch
 from torch import Tensor
 
 from moot.model.attention import Step
-from moot.model.decoder.layers import Weights
-from moot.model.determinism import RowRules
+from moot.model.decoder.layers import HeadShape, Layer, Norm, Weights
+from moot.model.decoder.products import Product
 from moot.model.native.kernels import MOST_DIM, Kernels
 from moot.model.native.plan import StepPlan
+from moot.model.native.products import KernelProduct
+from moot.model.native.structures import CAttention, CLayer, CNorm, CRows, CWeight
 
 
-def suits(weights: Weights) -> bool:
-    """Whether the kernels take heads and widths of this size."""
-    dim = weights.heads.dim
-    widths = (weights.last_norm.width, weights.layers[0].down.inputs)
-    return dim % 32 == 0 and dim <= MOST_DIM and all(width % 16 == 0 for width in widths)
+def kernels_suit(heads: HeadShape, width: int, inner: int) -> bool:
+    """Whether kernels take heads of this size, rows of this width, and so many numbers between the gated products."""
+    return heads.dim % 32 == 0 and heads.dim <= MOST_DIM and width % 16 == 0 and inner % 16 == 0
 
 
-def run_layers(
-    kernels: Kernels,
-    weights: Weights,
-    hidden: Tensor,
-    positions: Sequence[int],
-    step: Step,
-    rules: RowRules,
-    layers: Sequence[int],
-) -> Tensor:
-    """hidden: bfloat16 [rows, width], written to. Returns what the last norm makes of the last layer's rows."""
-    tile, rows = rules.product_tile, len(positions)
-    turns = torch.view_as_real(weights.rotary.at(positions)).reshape(rows, -1)
-    plan = StepPlan(step, rows, turns, weights.heads)
-    chosen = [weights.layers[index] for index in layers]
-    following = [*(layer.before_attention for layer in chosen[1:]), weights.last_norm]
-    normed = torch.empty_like(hidden)
-    active = hidden.new_empty(rows, weights.layers[0].down.inputs)
-    first = chosen[0].before_attention if chosen else weights.last_norm
-    kernels.norm(hidden, None, first.scale, first.epsilon, normed)
-    for index, layer, after in zip(layers, chosen, following, strict=False):
-        projected = layer.queries_keys_values.in_tiles(normed, tile)
-        head_norm = layer.head_norm
-        scale, epsilon = (None, 0.0) if head_norm is None else (head_norm.scale, head_norm.epsilon)
-        mixed = kernels.attend(plan, index, projected, scale, epsilon, layer.query_scale, layer.window)
-        before = layer.before_mlp
-        kernels.norm(hidden, layer.attended.in_tiles(mixed, tile), before.scale, before.epsilon, normed)
-        kernels.gate(layer.gate_up.in_tiles(normed, tile), active)
-        kernels.norm(hidden, layer.down.in_tiles(active, tile), after.scale, after.epsilon, normed)
-        step.progress()
-    return normed
+class KernelLayers:
+    """Of weights whose products are the kernels'."""
+
+    def __init__(self, kernels: Kernels, weights: Weights) -> None:
+        self._kernels = kernels
+        self._weights = weights
+        self._layers = [_c_layer(layer) for layer in weights.layers]
+        self._last_norm = _c_norm(weights.last_norm)
+
+    def run(self, hidden: Tensor, positions: Sequence[int], step: Step, layers: Sequence[int]) -> Tensor:
+        """hidden: bfloat16 [rows, width], written to. Returns what the last norm makes of the last layer's rows."""
+        weights, (rows, width) = self._weights, hidden.shape
+        turns = torch.view_as_real(weights.rotary.at(positions)).reshape(rows, -1)
+        plan = StepPlan(step, rows, turns, weights.heads)
+        first = weights.layers[0]
+        normed, delta = torch.empty_like(hidden), torch.empty_like(hidden)
+        projected = hidden.new_empty(rows, first.queries_keys_values.outputs)
+        active = hidden.new_empty(rows, first.down.inputs)
+        own = (hidden, normed, projected, active, delta)
+        c_rows = CRows(rows, width, *(tensor.data_ptr() for tensor in own))
+        norms = [*(self._layers[index].before_attention for index in layers), self._last_norm]
+        self._kernels.norm(norms[0], hidden, None, normed)
+        for index, following in zip(layers, norms[1:], strict=True):
+            self._kernels.layer(plan.c_plan, self._layers[index], index, following, c_rows)
+            step.progress()
+        return normed
+
+
+def _c_norm(norm: Norm) -> CNorm:
+    return CNorm(norm.scale.data_ptr(), norm.epsilon)
+
+
+def _c_weight(product: Product) -> CWeight:
+    assert isinstance(product, KernelProduct)
+    return product.c_weight
+
+
+def _c_layer(layer: Layer) -> CLayer:
+    norm = layer.head_norm
+    scale, epsilon = (None, 0.0) if norm is None else (norm.scale.data_ptr(), norm.epsilon)
+    products = (layer.queries_keys_values, layer.attended, layer.gate_up, layer.down)
+    return CLayer(
+        *map(_c_norm, (layer.before_attention, layer.before_mlp)),
+        *map(_c_weight, products),
+        CAttention(scale, epsilon, layer.query_scale, layer.window or 0),
+    )

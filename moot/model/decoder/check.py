@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +24,12 @@ _MOST_OUTPUTS = 4096
 
 
 def decoder_rules(decoder: Decoder, context_limit: int) -> RowRules:
-    """The cheapest row counts under which rows round alike here. Raises ConfigError when there are none."""
+    """The cheapest row counts under which rows round alike here; kernels compute each row by itself.
+
+    Raises ConfigError when there are none.
+    """
+    if decoder.kernels is not None:
+        return NATURAL_KERNELS
     generator = torch.Generator().manual_seed(0)
     for tile in _LARGEST_TILES:
         cases = [*_product_cases(decoder, tile, generator), *_row_cases(decoder, tile, generator)]
@@ -34,8 +38,6 @@ def decoder_rules(decoder: Decoder, context_limit: int) -> RowRules:
             break
     else:
         raise ConfigError("deterministic mode does not hold: products depend on the number of rows")
-    if decoder.kernels is not None:
-        return replace(NATURAL_KERNELS, tile=TILE_ROWS, linear=linear, product_tile=tile, product_multiple=TILE_ROWS)
     attention = first_holding(_PADDINGS, list(_attention_cases(decoder.weights.heads, context_limit, generator)))
     if attention is None:
         raise ConfigError("deterministic mode does not hold: attention depends on the number of rows")
@@ -58,8 +60,6 @@ def _row_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> Itera
     weights = decoder.weights
     heads, layer = weights.heads, weights.layers[0]
     half = torch.randn(TILE_ROWS, weights.last_norm.width, generator=generator).bfloat16()
-    if decoder.kernels is not None:
-        return
     yield Case(_of_rows(layer.before_mlp, torch.cat((half, -half), dim=1)), tile)
     yield Case(_of_rows(gated, torch.randn(TILE_ROWS, layer.gate_up.outputs, generator=generator).bfloat16()), tile)
     projected = torch.randn(TILE_ROWS, layer.queries_keys_values.outputs, generator=generator).bfloat16()

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moot.model.attention import Step
-from moot.model.decoder import by_kernels, by_torch
+from moot.model.decoder.by_kernels import KernelLayers
+from moot.model.decoder.by_torch import run_layers
 from moot.model.decoder.layers import Weights
 from moot.model.determinism import NATURAL_DECODER, NATURAL_KERNELS, RowRules
 from moot.model.native.kernels import Kernels
@@ -19,12 +20,13 @@ class Decoder:
     """Weights in a layout of their own, and the pass over them. Not thread-safe: it keeps what positions it has seen.
 
     A pass computes what the model's own modules do, with fewer roundings: norms and rotations stay in float32 until
-    they are stored. `kernels` computes what lies between products, or torch does where it is None.
+    they are stored. `kernels`: whose products the weights have and who computes the layers; None: torch does.
     """
 
     def __init__(self, weights: Weights, kernels: Kernels | None = None) -> None:
         self.weights = weights
-        self.kernels = kernels if by_kernels.suits(weights) else None
+        self.kernels = kernels
+        self._by_kernels = None if kernels is None else KernelLayers(kernels, weights)
         self.head = weights.head
         self.states = weights.embedding.new_empty(0, weights.embedding.shape[1])
         """What the output layer was given for the logit rows of the last pass, [rows, width]."""
@@ -32,8 +34,7 @@ class Decoder:
     @property
     def way(self) -> str:
         """Which code computes the pass, for the fingerprint of its numbers."""
-        way = "decoder, packed weights"
-        return way if self.kernels is None else f"{way}, kernels {self.kernels.digest}"
+        return "decoder, " + ("packed weights" if self.kernels is None else f"kernels {self.kernels.digest}")
 
     @property
     def natural_rules(self) -> RowRules:
@@ -66,10 +67,10 @@ class Decoder:
         weights = self.weights
         chosen = range(len(weights.layers)) if layers is None else layers
         embedded = functional.embedding(torch.tensor(token_ids), weights.embedding)
-        if self.kernels is None:
-            normed = by_torch.run_layers(weights, embedded, positions, step, rules, chosen)
+        if self._by_kernels is None:
+            normed = run_layers(weights, embedded, positions, step, rules, chosen)
         else:
-            normed = by_kernels.run_layers(self.kernels, weights, embedded, positions, step, rules, chosen)
+            normed = self._by_kernels.run(embedded, positions, step, chosen)
         return self._logits(normed, logit_rows, rules)
 
     def _logits(self, normed: Tensor, logit_rows: Sequence[int], rules: RowRules) -> Tensor:

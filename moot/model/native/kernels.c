@@ -1,4 +1,4 @@
-/* The parts of a decoder's pass between its matrix products, for x86-64 CPUs with AVX512-BF16.
+/* A decoder's layers for x86-64 CPUs with AVX512-BF16: products, norms, rotation, attention, activation.
  *
  * bfloat16 in and out, float32 in between. No number of a row depends on which other rows are computed with it, nor on
  * the number of threads: every sum runs over a row's own elements in an order that follows from their own indices.
@@ -13,7 +13,8 @@
 
 #define SLOTS 16 /* slots whose scores are one vector */
 #define MOST_DIM 256
-#define SERIAL 32768 /* elements of a row-wise kernel that are not worth a second thread */
+#define OUTPUTS 32   /* outputs of a product whose weights lie together */
+#define MOST_ROWS 12 /* rows for which a block of weights is read once */
 
 typedef uint16_t bf16;
 
@@ -71,43 +72,97 @@ static inline __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(sum, n);
 }
 
-/* ---- Row-wise: norms and activation ---- */
+/* ---- Products, norm, activation: called by all threads of a team, which meet at the end ---- */
 
-static void norm_row(bf16 *hidden, const bf16 *delta, const float *scale, float epsilon, bf16 *out, int64_t width) {
-    __m512 squares = _mm512_setzero_ps();
-    for (int64_t i = 0; i < width; i += 16) {
-        __m512 x = widen(hidden + i);
-        if (delta) {
-            narrow(hidden + i, _mm512_add_ps(x, widen(delta + i)));
-            x = widen(hidden + i);
+typedef struct {
+    int64_t outputs, inputs;
+    const __m512i *weight; /* [outputs / OUTPUTS, inputs / 2, OUTPUTS] pairs of bfloat16, rows of zeros at the end */
+    const float *bias;     /* [outputs], or NULL */
+} Weight;
+
+/* sum[row] = weights of OUTPUTS outputs times x[row], from the first pair of inputs to the last. */
+static inline __attribute__((always_inline)) void dot(const __m512i *weight, const bf16 *x, int64_t inputs,
+                                                      __m512 sum[][2], const int rows) {
+    for (int row = 0; row < rows; row++) sum[row][0] = sum[row][1] = _mm512_setzero_ps();
+    for (int64_t pair = 0; pair < inputs / 2; pair++) {
+        __m512bh low = (__m512bh)_mm512_load_si512(weight + 2 * pair);
+        __m512bh high = (__m512bh)_mm512_load_si512(weight + 2 * pair + 1);
+        for (int row = 0; row < rows; row++) {
+            __m512bh both = (__m512bh)_mm512_set1_epi32(((const int32_t *)(x + row * inputs))[pair]);
+            sum[row][0] = _mm512_dpbf16_ps(sum[row][0], low, both);
+            sum[row][1] = _mm512_dpbf16_ps(sum[row][1], high, both);
         }
-        squares = _mm512_fmadd_ps(x, x, squares);
     }
-    __m512 factor = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)width + epsilon));
-    for (int64_t i = 0; i < width; i += 16)
-        narrow(out + i, _mm512_mul_ps(_mm512_mul_ps(widen(hidden + i), factor), _mm512_loadu_ps(scale + i)));
 }
 
-/* hidden += delta, unless delta is NULL; out = hidden / sqrt(mean(hidden^2) + epsilon) * scale. All [rows, width],
- * width a multiple of 16. */
-void moot_norm(bf16 *hidden, const bf16 *delta, const float *scale, float epsilon, bf16 *out, int64_t rows,
-               int64_t width, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows * width > SERIAL) schedule(static)
-    for (int64_t row = 0; row < rows; row++)
-        norm_row(hidden + row * width, delta ? delta + row * width : 0, scale, epsilon, out + row * width, width);
+/* x / (1 + exp(-x)) */
+static inline __m512 silu(__m512 x) {
+    __m512 grown = exponential(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), x), _mm512_set1_ps(88.0f)));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), grown));
 }
 
-/* silu(gate) * up. gate_up [rows, 2 width], gate first; out [rows, width]; width a multiple of 16. */
-void moot_gate(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t width, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows * width > SERIAL) schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        const bf16 *gate = gate_up + row * 2 * width, *up = gate + width;
-        for (int64_t i = 0; i < width; i += 16) {
-            __m512 x = widen(gate + i);
-            __m512 grown = exponential(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), x), _mm512_set1_ps(88.0f)));
-            __m512 active = _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), grown));
-            narrow(out + row * width + i, _mm512_mul_ps(active, widen(up + i)));
+/* `gated`: the first half of a block's outputs are gates of the second; silu(gate) * other is half as many outputs. */
+static inline __attribute__((always_inline)) void product_tile(const Weight *by, int64_t block, const bf16 *x,
+                                                               bf16 *out, int gated, const int rows) {
+    __m512 sum[MOST_ROWS][2];
+    dot(by->weight + block * by->inputs, x, by->inputs, sum, rows);
+    const int64_t first = block * OUTPUTS, left = by->outputs - first;
+    const __mmask16 low = left >= 16 ? 0xFFFF : (__mmask16)((1 << left) - 1);
+    const __mmask16 high = left >= 32 ? 0xFFFF : left > 16 ? (__mmask16)((1 << (left - 16)) - 1) : 0;
+    for (int row = 0; row < rows; row++) {
+        __m512 a = sum[row][0], b = sum[row][1];
+        if (by->bias) {
+            a = _mm512_add_ps(a, _mm512_maskz_loadu_ps(low, by->bias + first));
+            b = _mm512_add_ps(b, _mm512_maskz_loadu_ps(high, by->bias + first + 16));
         }
+        if (gated) {
+            narrow(out + row * (by->outputs / 2) + first / 2, _mm512_mul_ps(silu(a), b));
+        } else {
+            bf16 *to = out + row * by->outputs + first;
+            _mm256_mask_storeu_epi16(to, low, (__m256i)_mm512_cvtneps_pbh(a));
+            _mm256_mask_storeu_epi16(to + 16, high, (__m256i)_mm512_cvtneps_pbh(b));
+        }
+    }
+}
+
+static void product(const Weight *by, const bf16 *x, bf16 *out, int64_t rows, int gated) {
+    const int64_t blocks = (by->outputs + OUTPUTS - 1) / OUTPUTS, width = gated ? by->outputs / 2 : by->outputs;
+    const int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, per_tile = (rows + tiles - 1) / tiles;
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < blocks; block++) {
+        for (int64_t row = 0; row < rows; row += per_tile) {
+            const bf16 *from = x + row * by->inputs;
+            bf16 *to = out + row * width;
+            switch (rows - row < per_tile ? rows - row : per_tile) {
+#define TILE(count) case count: product_tile(by, block, from, to, gated, count); break;
+                TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+#undef TILE
+            }
+        }
+    }
+}
+
+typedef struct {
+    const float *scale; /* [width] */
+    float epsilon;
+} Norm;
+
+/* hidden += delta, unless delta is NULL; out = hidden / sqrt(mean(hidden^2) + epsilon) * scale. */
+static void norm(const Norm *by, bf16 *all_hidden, const bf16 *all_delta, bf16 *all_out, int64_t rows, int64_t width) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        bf16 *hidden = all_hidden + row * width, *out = all_out + row * width;
+        const bf16 *delta = all_delta ? all_delta + row * width : 0;
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t i = 0; i < width; i += 16) {
+            if (delta) narrow(hidden + i, _mm512_add_ps(widen(hidden + i), widen(delta + i)));
+            __m512 x = widen(hidden + i);
+            squares = _mm512_fmadd_ps(x, x, squares);
+        }
+        float mean = _mm512_reduce_add_ps(squares) / (float)width;
+        __m512 factor = _mm512_set1_ps(1.0f / sqrtf(mean + by->epsilon));
+        for (int64_t i = 0; i < width; i += 16)
+            narrow(out + i, _mm512_mul_ps(_mm512_mul_ps(widen(hidden + i), factor), _mm512_loadu_ps(by->scale + i)));
     }
 }
 
@@ -334,36 +389,84 @@ static void attend_block(const Plan *plan, const Block *block, int64_t layer, in
     }
 }
 
-/* Turn the rows' queries and keys, store keys and values where their tokens lie, attend.
+/* Scales of a normalisation of each head [query_heads + kv_heads, dim], or NULL; factor of the queries; slots that a
+ * row sees, its own included, or 0 for all. */
+typedef struct {
+    const float *head_scale;
+    float head_epsilon, query_scale;
+    int64_t window;
+} Attention;
+
+/* Turn the rows' queries and keys, store keys and values where their tokens lie, attend: into plan->mixed.
  *
- * projected [rows, (query_heads + 2 kv_heads) dim]; norm: scales of a head normalisation [query_heads + kv_heads, dim],
- * or NULL; window: slots that a row sees, its own included, or 0 for all. Results are in plan->mixed. */
-void moot_attend(const Plan *plan, int64_t layer, const bf16 *projected, const float *norm, float epsilon,
-                 float query_scale, int64_t window) {
+ * projected [rows, (query_heads + 2 kv_heads) dim]. */
+static void attend(const Plan *plan, const Attention *how, int64_t layer, const bf16 *projected) {
     const int64_t dim = plan->dim, turned = plan->query_heads + plan->kv_heads;
     const int64_t tasks = plan->blocks * plan->kv_heads;
+    const float *scale = how->head_scale;
+#pragma omp for schedule(static)
+    for (int64_t index = 0; index < plan->rows; index++) {
+        const Row *row = plan->row + index;
+        const Segment *of = plan->segments + row->segment;
+        const bf16 *from = projected + index * (turned + plan->kv_heads) * dim;
+        const float *turns = plan->turns + index * dim;
+        for (int64_t head = 0; head < plan->query_heads; head++)
+            turn_head(from + head * dim, turns, scale ? scale + head * dim : 0, how->head_epsilon, how->query_scale,
+                      plan->queries + (index * plan->query_heads + head) * dim, dim);
+        for (int64_t head = 0; head < plan->kv_heads; head++) {
+            int64_t place = plan->query_heads + head;
+            bf16 *key = (bf16 *)token(plan, of, row, layer, 0, head, row->position);
+            bf16 *value = (bf16 *)token(plan, of, row, layer, 1, head, row->position);
+            turn_head(from + place * dim, turns, scale ? scale + place * dim : 0, how->head_epsilon, 1.0f, key, dim);
+            memcpy(value, from + (turned + head) * dim, (size_t)dim * sizeof(bf16));
+        }
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < tasks; task++)
+        attend_block(plan, plan->block + task / plan->kv_heads, layer, task % plan->kv_heads, how->window,
+                     plan->scratch + omp_get_thread_num() * plan->scratch_floats);
+}
+
+/* ---- What is called from Python ---- */
+
+typedef struct {
+    Norm before_attention, before_mlp;
+    Weight queries_keys_values, attended, gate_up, down;
+    Attention attention;
+} Layer;
+
+/* Of a step: [rows, width] each, bfloat16. */
+typedef struct {
+    int64_t rows, width;
+    bf16 *hidden, *normed, *projected, *active, *delta;
+} Rows;
+
+/* hidden is the residual stream before layer number `index`, and after it; `normed` what the layer's first norm makes
+ * of it, and afterwards what `next` does: the following layer's first norm, or the last one. */
+void moot_layer(const Plan *plan, const Layer *layer, int64_t index, const Norm *next, const Rows *of) {
 #pragma omp parallel num_threads(plan->threads)
     {
-#pragma omp for schedule(static)
-        for (int64_t index = 0; index < plan->rows; index++) {
-            const Row *row = plan->row + index;
-            const Segment *of = plan->segments + row->segment;
-            const bf16 *from = projected + index * (turned + plan->kv_heads) * dim;
-            const float *turns = plan->turns + index * dim;
-            for (int64_t head = 0; head < plan->query_heads; head++)
-                turn_head(from + head * dim, turns, norm ? norm + head * dim : 0, epsilon, query_scale,
-                          plan->queries + (index * plan->query_heads + head) * dim, dim);
-            for (int64_t head = 0; head < plan->kv_heads; head++) {
-                int64_t place = plan->query_heads + head;
-                bf16 *key = (bf16 *)token(plan, of, row, layer, 0, head, row->position);
-                bf16 *value = (bf16 *)token(plan, of, row, layer, 1, head, row->position);
-                turn_head(from + place * dim, turns, norm ? norm + place * dim : 0, epsilon, 1.0f, key, dim);
-                memcpy(value, from + (turned + head) * dim, (size_t)dim * sizeof(bf16));
-            }
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; task++)
-            attend_block(plan, plan->block + task / plan->kv_heads, layer, task % plan->kv_heads, window,
-                         plan->scratch + omp_get_thread_num() * plan->scratch_floats);
+        product(&layer->queries_keys_values, of->normed, of->projected, of->rows, 0);
+        attend(plan, &layer->attention, index, of->projected);
+        product(&layer->attended, plan->mixed, of->delta, of->rows, 0);
+        norm(&layer->before_mlp, of->hidden, of->delta, of->normed, of->rows, of->width);
+        product(&layer->gate_up, of->normed, of->active, of->rows, 1);
+        product(&layer->down, of->active, of->delta, of->rows, 0);
+        norm(next, of->hidden, of->delta, of->normed, of->rows, of->width);
     }
+}
+
+void moot_norm(const Norm *by, bf16 *hidden, const bf16 *delta, bf16 *out, int64_t rows, int64_t width, int threads) {
+#pragma omp parallel num_threads(threads) if (rows > 16)
+    norm(by, hidden, delta, out, rows, width);
+}
+
+void moot_product(const Weight *by, const bf16 *x, bf16 *out, int64_t rows, int gated, int threads) {
+#pragma omp parallel num_threads(threads)
+    product(by, x, out, rows, gated);
+}
+
+void moot_attend(const Plan *plan, const Attention *how, int64_t layer, const bf16 *projected) {
+#pragma omp parallel num_threads(plan->threads)
+    attend(plan, how, layer, projected);
 }

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from moot.model.cpu import cpu_flags
 from moot.model.native.build import CPU_FLAGS, find_or_build, source_digest
-from moot.model.native.plan import CPlan, StepPlan
+from moot.model.native.structures import CAttention, CLayer, CNorm, CPlan, CRows, CWeight
 
 _log = logging.getLogger("moot.model")
 
 MOST_DIM = 256
 """Elements of a head at most."""
-
-_pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class Kernels:
@@ -27,47 +25,37 @@ class Kernels:
 
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
-        self._norm, self._gate, self._attend = loaded.moot_norm, loaded.moot_gate, loaded.moot_attend
-        self._norm.argtypes = (_pointer, _pointer, _pointer, _float, _pointer, _int, _int, _int)
-        self._gate.argtypes = (_pointer, _pointer, _int, _int, _int)
-        self._attend.argtypes = (ctypes.POINTER(CPlan), _int, _pointer, _pointer, _float, _float, _int)
-        for function in (self._norm, self._gate, self._attend):
+        self._norm, self._product = loaded.moot_norm, loaded.moot_product
+        self._attend, self._layer = loaded.moot_attend, loaded.moot_layer
+        pointer, number, reference = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER
+        self._norm.argtypes = (reference(CNorm), pointer, pointer, pointer, number, number, ctypes.c_int)
+        self._product.argtypes = (reference(CWeight), pointer, pointer, number, ctypes.c_int, ctypes.c_int)
+        self._attend.argtypes = (reference(CPlan), reference(CAttention), number, pointer)
+        self._layer.argtypes = (reference(CPlan), reference(CLayer), number, reference(CNorm), reference(CRows))
+        for function in (self._norm, self._product, self._attend, self._layer):
             function.restype = None
         self.digest = source_digest()
 
-    def norm(self, hidden: Tensor, delta: Tensor | None, scale: Tensor, epsilon: float, out: Tensor) -> None:
-        """hidden += delta; out = hidden / sqrt(mean(hidden^2) + epsilon) * scale.
-
-        hidden, delta, out: bfloat16 [rows, width]; scale: float32 [width].
-        """
+    def norm(self, by: CNorm, hidden: Tensor, delta: Tensor | None, out: Tensor) -> None:
+        """hidden += delta; out = hidden / sqrt(mean(hidden^2) + epsilon) * scale: bfloat16 [rows, width]."""
         rows, width = hidden.shape
         added = None if delta is None else delta.data_ptr()
-        threads = torch.get_num_threads()
-        self._norm(hidden.data_ptr(), added, scale.data_ptr(), epsilon, out.data_ptr(), rows, width, threads)
+        self._norm(by, hidden.data_ptr(), added, out.data_ptr(), rows, width, torch.get_num_threads())
 
-    def gate(self, gate_up: Tensor, out: Tensor) -> None:
-        """out = silu(gate) * up; gate_up: bfloat16 [rows, 2 width], gate first; out: [rows, width]."""
-        rows, width = out.shape
-        self._gate(gate_up.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads())
+    def product(self, by: CWeight, x: Tensor, out: Tensor, gated: bool) -> None:
+        """bfloat16 [rows, inputs] to [rows, outputs], of which `gated` makes half as many."""
+        self._product(by, x.data_ptr(), out.data_ptr(), x.shape[0], gated, torch.get_num_threads())
 
-    def attend(
-        self,
-        plan: StepPlan,
-        layer: int,
-        projected: Tensor,
-        norm: Tensor | None,
-        epsilon: float,
-        query_scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """Turn queries and keys, store keys and values, attend: [rows, query heads * dim], valid until the next call.
+    def attend(self, plan: CPlan, how: CAttention, layer: int, projected: Tensor) -> None:
+        """Turn queries and keys, store keys and values, attend, into the plan's `mixed`.
 
-        projected: bfloat16 [rows, (query heads + 2 kv heads) * dim], pairs that are turned together side by side;
-        norm: float32 [query heads + kv heads, dim], the scales of a normalisation of each head.
+        projected: bfloat16 [rows, (query heads + 2 kv heads) * dim], pairs that are turned together side by side.
         """
-        scales = None if norm is None else norm.data_ptr()
-        self._attend(plan.c_plan, layer, projected.data_ptr(), scales, epsilon, query_scale, window or 0)
-        return plan.mixed
+        self._attend(plan, how, layer, projected.data_ptr())
+
+    def layer(self, plan: CPlan, layer: CLayer, index: int, following: CNorm, rows: CRows) -> None:
+        """A whole layer, from its normed rows to those of `following`."""
+        self._layer(plan, layer, index, following, rows)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,23 +11,13 @@ from torch import Tensor
 from moot.core.types import ROOT
 from moot.model.attention import Segment, Step
 from moot.model.decoder.layers import HeadShape
+from moot.model.native.structures import CPlan
 from moot.model.trees import depths_of
 
 _BLOCK_QUERIES = 12
 """Queries, heads counted, that share the packing of their keys."""
 
 _SLOTS = 16
-
-
-class CPlan(ctypes.Structure):
-    """`Plan` of kernels.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "blocks", "threads", "query_heads", "kv_heads", "dim")),
-        *((name, ctypes.c_int64) for name in ("scratch_floats", "most_queries")),
-        *((name, ctypes.c_void_p) for name in ("segments", "row", "block", "paths")),
-        *((name, ctypes.c_void_p) for name in ("turns", "queries", "mixed", "scratch")),
-    )
 
 
 class StepPlan:
