@@ -29,6 +29,10 @@ DEPTH = 16
 MAX_OCCURRENCES = 256
 """Of a match with more occurrences, so many evenly spaced ones are looked at."""
 _FORMAT = 1
+_COMMON = 16
+"""Occurrences from which on what follows is kept: it takes time to count, and will be asked for again."""
+_MOST_COMMON = 4096
+"""Of these, so many are kept, less than 2 KB each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,8 @@ class Datastore:
         self._token_at, self._order_at = memoryview(self._tokens), memoryview(self._order)
         self._ranges: dict[int, tuple[int, int]] = {}
         """Of suffixes of one token, as they are asked for."""
+        self._common: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        """By the range of a match and the number of ids."""
 
     def __len__(self) -> int:
         """Tokens held, separators not counted."""
@@ -120,9 +126,15 @@ class Datastore:
         if length == 0:
             return Continuation()
         support = last - first
-        step = -(-support // MAX_OCCURRENCES)
-        ids, shares = self._most_frequent(self._order_at[first:last:step].tolist(), num_tokens)
-        return Continuation(length, support, ids, shares)
+        known = self._common.get((first, last, num_tokens))
+        if known is None:
+            step = -(-support // MAX_OCCURRENCES)
+            known = self._most_frequent(self._order_at[first:last:step].tolist(), num_tokens)
+            if support >= _COMMON:
+                if len(self._common) >= _MOST_COMMON:
+                    self._common.clear()
+                self._common[first, last, num_tokens] = known
+        return Continuation(length, support, *known)
 
     def _longest(self, pattern: Sequence[int]) -> tuple[int, int, int]:
         """The range in the order of the longest match of `pattern` (last token first), and the match's length."""
@@ -158,9 +170,14 @@ class Datastore:
         begin, high = low, last
         if begin == last or tokens[order[begin] - back] != token:
             return begin, begin
+        # Most ranges are short: their end is looked for from their begin, in growing steps.
+        step = 1
+        while begin + step < last and tokens[order[begin + step] - back] == token:
+            step *= 2
+        low, high = begin + step // 2 + 1, min(begin + step, last)
         while low < high:
             middle = (low + high) // 2
-            if tokens[order[middle] - back] <= token:
+            if tokens[order[middle] - back] == token:
                 low = middle + 1
             else:
                 high = middle
@@ -171,16 +188,18 @@ class Datastore:
         ids: list[int] = []
         shares: list[float] = []
         for depth in range(num_tokens):
+            if len(positions) == 1:
+                rest = tokens[positions[0] + depth : positions[0] + num_tokens].tolist()
+                rest = rest[: rest.index(SEPARATOR)] if SEPARATOR in rest else rest
+                return (*ids, *rest), (*shares, *[1.0] * len(rest))
             # In range: a separator ends the texts and ends the chain.
             followers = [tokens[position + depth] for position in positions]
-            token, support = followers[0], 1
-            if len(followers) > 1:
-                counts = Counter(followers)
-                del counts[SEPARATOR]
-                support = max(counts.values(), default=0)
-                token = min((one for one, count in counts.items() if count == support), default=SEPARATOR)
-            if token == SEPARATOR:
+            counts = Counter(followers)
+            del counts[SEPARATOR]
+            if not counts:
                 break
+            support = max(counts.values())
+            token = min(one for one, count in counts.items() if count == support)
             ids.append(token)
             shares.append(support / len(positions))
             if support < len(positions):
