@@ -107,6 +107,18 @@ def test_the_head_steps() -> None:
     assert bool(logits.isfinite().all())
 
 
+def test_the_heads_ids_are_ordered_by_frequency() -> None:
+    """The first ids are those that the target wrote most: of its answers in the datastore they hold more than any other
+    so many ids do, within a hundredth."""
+    head, _ = RecurrentHead.load(locate("shipped@heads-smollm2-135m"))
+    ids = head.get_buffer("token_ids").numpy()
+    tokens = np.load(locate("shipped@suffix-smollm2-135m") / "tokens.npy")
+    counts = np.bincount(tokens[tokens < VOCAB_SIZE], minlength=VOCAB_SIZE)
+    best = np.sort(counts)[::-1]
+    for number in (256, 2048, 4096):
+        assert counts[ids[:number]].sum() >= 0.99 * best[:number].sum()
+
+
 def test_the_datastore_holds_answers_alone() -> None:
     """What prompts and templates are made of is not in it: no id that opens a turn."""
     folder = locate("shipped@suffix-smollm2-135m")

@@ -14,7 +14,7 @@ can be trusted. No cache: the state is all that a step needs.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from torch.nn import functional
 from moot.core.errors import ConfigError
 
 KIND = "heads"
-_FORMAT = 1
+_FORMAT = 2
+"""Since 2 the ids that it can guess are ordered by how often the target wrote them."""
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _EPSILON = 1e-6
 
@@ -45,7 +46,7 @@ class HeadShape:
 
 class RecurrentHead(nn.Module):
     def __init__(self, shape: HeadShape, token_ids: Tensor) -> None:
-        """`token_ids`: int64 [vocab], what each output but the last stands for."""
+        """`token_ids`: int64 [vocab], what each output but the last stands for; in files the most frequent first."""
         super().__init__()
         self.shape = shape
         self.register_buffer("token_ids", token_ids)
@@ -67,6 +68,15 @@ class RecurrentHead(nn.Module):
         known = functional.linear(states.to(rows.dtype), rows).float()
         other = states.float() @ self.other.float()
         return torch.cat((known, other[:, None]), 1) + self.bias.float()
+
+    def chosen(self, columns: Tensor) -> RecurrentHead:
+        """A head of its own that guesses the ids of `columns` alone, int64 [n], in their order."""
+        shape = replace(self.shape, vocab=len(columns))
+        head = RecurrentHead(shape, self.get_buffer("token_ids")[columns].clone())
+        weights = {name: value.detach() for name, value in self.named_parameters()}
+        weights["bias"] = torch.cat((weights["bias"][columns], weights["bias"][-1:]))
+        head.load_state_dict(weights | {"token_ids": head.get_buffer("token_ids")}, assign=True)
+        return head
 
     def save(self, folder: Path, facts: dict[str, Any]) -> None:
         """Weights in bfloat16. `facts`: further keys of the config."""

@@ -1,7 +1,8 @@
 """A read-only datastore of texts: a suffix array over token ids, memory-mapped, shared by all requests of a process.
 
-The array sorts all positions by the tokens *before* them, read backwards, so the longest suffix of a prefix that
-occurs in the texts is found by one binary search: it is the longest common prefix with a neighbour in that order.
+The array sorts all positions by the tokens *before* them, read backwards: places after the same suffix lie side by
+side, and among them the token before that suffix ascends. So the longest suffix of a prefix that occurs in the texts is
+found token by token, each narrowing the range, until none is left.
 A folder: `tokens.npy` [n] uint32 (texts one after another, a separator before each and after the last),
 `order.npy` [positions] uint32 and `meta.json`.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,10 @@ DEPTH = 16
 MAX_OCCURRENCES = 256
 """Of a match with more occurrences, so many evenly spaced ones are looked at."""
 _FORMAT = 1
+_COMMON = 16
+"""Occurrences from which on what follows is kept: it takes time to count, and will be asked for again."""
+_MOST_COMMON = 4096
+"""Of these, so many are kept, less than 2 KB each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,12 @@ class Datastore:
         if meta.get("format") != _FORMAT or meta.get("depth") != DEPTH or meta.get("num_tokens") != len(self._tokens):
             raise ConfigError(f"datastore {path} has another format: build it again")
         self.tokenizer_fingerprint = str(meta.get("tokenizer", ""))
+        # Single numbers come out of a memoryview several times faster than out of a mapped array.
+        self._token_at, self._order_at = memoryview(self._tokens), memoryview(self._order)
+        self._ranges: dict[int, tuple[int, int]] = {}
+        """Of suffixes of one token, as they are asked for."""
+        self._common: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        """By the range of a match and the number of ids."""
 
     def __len__(self) -> int:
         """Tokens held, separators not counted."""
@@ -110,84 +122,86 @@ class Datastore:
 
         Id by id the most frequent among the occurrences left; ties: the lowest id.
         """
-        pattern = list(prefix[: -DEPTH - 1 : -1])
-        low, length = self._longest(pattern)
+        first, last, length = self._longest(prefix[: -DEPTH - 1 : -1])
         if length == 0:
             return Continuation()
-        first = self._bisect(pattern[:length], low, after=False)
-        last = self._bisect(pattern[:length], low, after=True)
         support = last - first
-        step = -(-support // MAX_OCCURRENCES)
-        ids, shares = self._most_frequent(np.asarray(self._order[first:last:step], np.int64), num_tokens)
-        return Continuation(length, support, ids, shares)
+        known = self._common.get((first, last, num_tokens))
+        if known is None:
+            step = -(-support // MAX_OCCURRENCES)
+            known = self._most_frequent(self._order_at[first:last:step].tolist(), num_tokens)
+            if support >= _COMMON:
+                if len(self._common) >= _MOST_COMMON:
+                    self._common.clear()
+                self._common[first, last, num_tokens] = known
+        return Continuation(length, support, *known)
 
-    def _backwards(self, index: int, length: int) -> list[int]:
-        position = int(self._order[index])
-        reading: list[int] = self._tokens[max(position - length, 0) : position][::-1].tolist()
-        return reading
+    def _longest(self, pattern: Sequence[int]) -> tuple[int, int, int]:
+        """The range in the order of the longest match of `pattern` (last token first), and the match's length."""
+        first, last, length = 0, len(self._order), 0
+        for token in pattern:
+            found = self._narrowed(first, last, length, token)
+            if found[0] == found[1]:
+                break
+            first, last = found
+            length += 1
+        return first, last, length
 
-    def _longest(self, pattern: list[int]) -> tuple[int, int]:
-        """An index in the order with the longest match of `pattern` (last token first), and the match's length."""
-        low = self._bisect(pattern, 0, after=False)
-        best = (low, 0)
-        for index in (low - 1, low):
-            if 0 <= index < len(self._order):
-                reading = self._backwards(index, len(pattern))
-                common = next(
-                    (i for i, (a, b) in enumerate(zip(reading, pattern, strict=False)) if a != b),
-                    min(len(reading), len(pattern)),
-                )
-                if common > best[1]:
-                    best = (index, common)
-        return best
+    def _narrowed(self, first: int, last: int, length: int, token: int) -> tuple[int, int]:
+        """Of the places `first` to `last`, which have `length` tokens before them in common, those with `token` before
+        these."""
+        if token == SEPARATOR:
+            return first, first
+        if length == 0:
+            if token not in self._ranges:
+                self._ranges[token] = self._bisected(first, last, 1, token)
+            return self._ranges[token]
+        return self._bisected(first, last, length + 1, token)
 
-    def _bisect(self, pattern: list[int], hint: int, *, after: bool) -> int:
-        """First index whose reading is not below `pattern` (`after`: is above it), read to the pattern's length.
-
-        Gallops from `hint` to where the answer must be: matches of one pattern lie side by side.
-        """
-        size, length = len(self._order), len(pattern)
-
-        def below(index: int) -> bool:
-            reading = self._backwards(index, length)
-            return reading <= pattern if after else reading < pattern
-
-        low, high, step = 0, size, 16
-        if hint:
-            if hint < size and below(hint):
-                low = hint + 1
-                while low + step < size and below(low + step):
-                    low, step = low + step + 1, 2 * step
-                high = min(low + step, size)
-            else:
-                high = min(hint, size)
-                while high - step >= 0 and not below(high - step):
-                    high, step = high - step, 2 * step
-                low = max(high - step, 0)
+    def _bisected(self, first: int, last: int, back: int, token: int) -> tuple[int, int]:
+        tokens, order = self._token_at, self._order_at
+        low, high = first, last
         while low < high:
             middle = (low + high) // 2
-            if below(middle):
+            if tokens[order[middle] - back] < token:
                 low = middle + 1
             else:
                 high = middle
-        return low
+        begin, high = low, last
+        if begin == last or tokens[order[begin] - back] != token:
+            return begin, begin
+        # Most ranges are short: their end is looked for from their begin, in growing steps.
+        step = 1
+        while begin + step < last and tokens[order[begin + step] - back] == token:
+            step *= 2
+        low, high = begin + step // 2 + 1, min(begin + step, last)
+        while low < high:
+            middle = (low + high) // 2
+            if tokens[order[middle] - back] == token:
+                low = middle + 1
+            else:
+                high = middle
+        return begin, low
 
-    def _most_frequent(
-        self, positions: NDArray[np.int64], num_tokens: int
-    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    def _most_frequent(self, positions: list[int], num_tokens: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        tokens = self._token_at
         ids: list[int] = []
         shares: list[float] = []
         for depth in range(num_tokens):
-            followers = self._tokens[positions + depth]  # in range: a separator ends the texts and ends the chain
-            if len(followers) == 1:
-                token, support = int(followers[0]), 1
-            else:
-                values, counts = np.unique(followers, return_counts=True)
-                best = int(np.argmax(np.where(values == SEPARATOR, 0, counts)))
-                token, support = int(values[best]), int(counts[best])
-            if token == SEPARATOR:
+            if len(positions) == 1:
+                rest = tokens[positions[0] + depth : positions[0] + num_tokens].tolist()
+                rest = rest[: rest.index(SEPARATOR)] if SEPARATOR in rest else rest
+                return (*ids, *rest), (*shares, *[1.0] * len(rest))
+            # In range: a separator ends the texts and ends the chain.
+            followers = [tokens[position + depth] for position in positions]
+            counts = Counter(followers)
+            del counts[SEPARATOR]
+            if not counts:
                 break
+            support = max(counts.values())
+            token = min(one for one, count in counts.items() if count == support)
             ids.append(token)
             shares.append(support / len(positions))
-            positions = positions[followers == token]
+            if support < len(positions):
+                positions = [one for one, other in zip(positions, followers, strict=True) if other == token]
         return tuple(ids), tuple(shares)

@@ -73,17 +73,19 @@ class HeadDraws:
         """Per row of `logits`, float32 [n, vocab + 1], the `width` best ids, best first; none of a row that is not
         finite, or where no id is allowed."""
         known = logits[:, :-1]
-        totals = logits.logsumexp(1)
-        scores = self._scores(known, places)
         count = min(max(widths), known.shape[1])
+        shares = logits.softmax(1)
+        is_hot = any(not place.params.is_greedy for place in places)
+        # Greedy rows are ordered by logit as they are by probability.
+        scores = self._scores(known, places) if is_hot else shares[:, :-1]
         best, columns = scores.max(1, keepdim=True) if count == 1 else scores.topk(count, 1)
-        shares = (known.gather(1, columns) - totals[:, None]).exp()
-        # One transfer of what may lie on a device.
-        numbers = torch.cat((columns.double(), shares.double(), best.double()), 1).tolist()
+        shares = shares.gather(1, columns) if is_hot else best
+        # One transfer of what may lie on a device; columns are below 2^24, and so exact.
+        numbers = torch.cat((columns.float(), shares, best), 1).tolist()
         found: list[list[Drawn]] = []
         for index, (row, place, width) in enumerate(zip(numbers, places, widths, strict=True)):
             if place.has_rules:
-                found.append(self._by_sampler(known[index], float(totals[index]), place, width))
+                found.append(self._by_sampler(known[index], float(logits[index].logsumexp(0)), place, width))
                 continue
             picks = zip(row[:count], row[count : 2 * count], row[2 * count :], strict=True)
             able = [(self._ids[int(column)], share) for column, share, score in picks if math.isfinite(score)]

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moot.config import option
 from moot.core.errors import ConfigError
-from moot.model.decoder.products import Product, can_pack
+from moot.model.head_steps import head_steps
 from moot.model.load import LoadedModel
-from moot.model.recurrent_head import RecurrentHead, embed, rms
+from moot.model.recurrent_head import RecurrentHead
 from moot.model.runner import ModelRunner
 from moot.proposers.base import Chain
 from moot.proposers.head_draws import HeadDraws, Place
@@ -34,11 +33,13 @@ from moot.shipped import locate
 class HeadsOptions(ProposerOptions):
     path: str = option(help="folder of a head, as `moot train --kind heads` writes it")
     max_tokens: int = option(4, help="tokens of a chain at most")
+    rows: int = option(4096, help="most frequent ids that are guessed at all; 0: as many as the head knows")
     min_confidence: float = option(0.0, help="a chain ends before a token less probable than this, all before it too")
     sharpen: float = option(1.0, help="multiplies the logits at temperature > 0; above 1 helps weak heads")
 
     def __post_init__(self) -> None:
         require(self.max_tokens > 0, "max_tokens", "must be positive")
+        require(self.rows >= 0, "rows", "must not be negative")
         require(0.0 <= self.min_confidence <= 1.0, "min_confidence", "must be in 0..1")
         require(self.sharpen > 0.0, "sharpen", "must be positive")
 
@@ -71,12 +72,15 @@ class HeadsDrafter(InsideDrafter):
         self._options = options
         loaded = runner.loaded
         head, config = RecurrentHead.load(locate(options.path))
+        if 0 < options.rows < head.shape.vocab:
+            head = head.chosen(torch.arange(options.rows))
         token_ids = head.get_buffer("token_ids")
-        self._embedding, rows = target_rows(loaded, token_ids)
-        problem = _problem_of(head, config, loaded, self._embedding.shape[1])
+        embedding, rows = target_rows(loaded, token_ids)
+        problem = _problem_of(head, config, loaded, embedding.shape[1])
         if problem:
             raise ConfigError(f"recurrent head {options.path} does not fit the target: {problem}")
-        self._head = FastHead(head.to(rows.device, rows.dtype), rows)
+        with torch.inference_mode():
+            self._steps = head_steps(head, rows, embedding)
         self._draws = HeadDraws(
             token_ids.to(rows.device), loaded.info.vocab_size, loaded.info.end_token_ids, options.sharpen
         )
@@ -93,7 +97,7 @@ class HeadsDrafter(InsideDrafter):
             return [[] for _ in asks]
         states = torch.stack([row.ask.state for row in live]).to(self._device).float()
         while live:
-            states = self._head.advance(states, self._embedded(live))
+            states = self._steps.advance(states, [row.last_ids(self._tokens) for row in live])
             live, kept = self._lengthen(live, states, chains)
             if live and kept != list(range(len(states))):
                 states = states[torch.tensor(kept, device=self._device)]
@@ -103,16 +107,12 @@ class HeadsDrafter(InsideDrafter):
         room = self._options.context_limit - len(ask.token_ids)
         return max(0, min(ask.num_tokens, self._options.max_tokens, room)) if ask.width > 0 else 0
 
-    def _embedded(self, rows: Sequence[_Row]) -> Tensor:
-        ids = torch.tensor([row.last_ids(self._tokens) for row in rows], device=self._device)
-        return embed(self._embedding, ids)
-
     def _lengthen(
         self, rows: Sequence[_Row], states: Tensor, chains: dict[int, list[_Row]]
     ) -> tuple[list[_Row], list[int]]:
         """Every row by one token, a first row by as many rows as its ask has chains. Returns the rows that go on, and
         for each the index of its state."""
-        logits = self._head.logits(states)
+        logits = self._steps.logits(states)
         places = [Place(row.ask.params, row.ask.history, len(row.ask.token_ids), tuple(row.path)) for row in rows]
         widths = [1 if row.path else row.ask.width for row in rows]
         found = self._draws.draw(logits, places, widths)
@@ -135,33 +135,6 @@ class HeadsDrafter(InsideDrafter):
                     live.append(grown)
                     kept.append(index)
         return live, kept
-
-
-class FastHead:
-    """A head and the target's rows, in the layout that multiplies fastest here."""
-
-    def __init__(self, head: RecurrentHead, rows: Tensor) -> None:
-        self._head = head
-        self._rows = rows
-        weights = (head.inward.weight, head.outward.weight, rows)
-        packs = can_pack(rows.dtype, rows.device)
-        self._products = tuple(Product(weight, None) for weight in weights) if packs else None
-
-    def advance(self, states: Tensor, embedded: Tensor) -> Tensor:
-        """As `RecurrentHead.advance`."""
-        if self._products is None:
-            return self._head.advance(states, embedded)
-        inward, outward, _ = self._products
-        gate, up = inward(torch.cat((rms(states).to(embedded.dtype), embedded), -1)).chunk(2, -1)
-        return states + outward(functional.silu(gate) * up).to(states.dtype)
-
-    def logits(self, states: Tensor) -> Tensor:
-        """float32 [n, vocab + 1] of states [n, state]."""
-        if self._products is None:
-            return self._head.logits(states, self._rows)
-        known = self._products[2](states.to(self._rows.dtype)).float()
-        other = states @ self._head.other.float()
-        return torch.cat((known, other[:, None]), 1) + self._head.bias.float()
 
 
 def target_rows(loaded: LoadedModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:

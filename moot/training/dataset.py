@@ -56,10 +56,14 @@ class Text:
 
     def frequent_ids(self, count: int) -> NDArray[np.int64]:
         """Up to `count` ids that the target wrote most often (ties: the lowest), ascending."""
+        return np.sort(self.by_frequency(count))
+
+    def by_frequency(self, count: int) -> NDArray[np.int64]:
+        """The same, the most frequent first (ties: ascending)."""
         written = [shard.token_ids[row][is_written(shard.roles[row])] for shard, row in self.rows(held_out=False)]
         ids, counts = np.unique(np.concatenate(written), return_counts=True)
         order = np.lexsort((ids, -counts))[:count]
-        return np.sort(ids[order].astype(np.int64))
+        return ids[order].astype(np.int64)
 
     def written(self, held_out: bool = False) -> Iterator[list[int]]:
         """What the target wrote: answers and its own users' turns, each stretch one text."""

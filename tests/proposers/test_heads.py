@@ -15,14 +15,16 @@ from heads_made import KNOWN_IDS, by_the_book, make_head
 from moot.core.errors import ConfigError
 from moot.core.history import History
 from moot.core.types import SamplingParams
+from moot.model.byte_product import ByteProduct, can_multiply
 from moot.model.decoder.products import can_pack
+from moot.model.head_steps import FastSteps, PlainSteps, head_steps
 from moot.model.load import load_model
 from moot.model.recurrent_head import RecurrentHead
 from moot.model.runner import ModelRunner
 from moot.model.tiny import make_tiny_model
 from moot.proposers.base import Chain
 from moot.proposers.entries import parse_entries
-from moot.proposers.heads import FastHead, HeadsDrafter, target_rows
+from moot.proposers.heads import HeadsDrafter, target_rows
 from moot.proposers.inside import InsideAsk, create_all_inside, create_inside
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -45,6 +47,16 @@ def made(runner: ModelRunner, folder: Path, **options: Any) -> HeadsDrafter:
     drafter = create_inside(entry, runner)
     assert isinstance(drafter, HeadsDrafter)
     return drafter
+
+
+def make_chosen(folder: Path, source: Path, count: int) -> Path:
+    """A copy of a head that was never told of more than its first ids."""
+    head, config = RecurrentHead.load(source)
+    ids = head.get_buffer("token_ids")[:count]
+    copy = RecurrentHead(replace(head.shape, vocab=count), ids)
+    copy.load_state_dict({**head.state_dict(), "token_ids": ids, "bias": head.bias[[*range(count), -1]]})
+    copy.save(folder, {"tokenizer_fingerprint": config["tokenizer_fingerprint"]})
+    return folder
 
 
 def ask(seed: int, params: SamplingParams = GREEDY, num_tokens: int = 4, width: int = 1, length: int = 9) -> InsideAsk:
@@ -231,17 +243,58 @@ def test_rows_of_packed_weights_are_the_models_own(tmp_path: Path, tied: bool) -
         assert torch.equal(one, other)
 
 
-@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="this CPU does not pack bfloat16")
-def test_packed_products_are_those_of_the_head(tmp_path: Path) -> None:
-    """Steps and logits in the fast layout differ from the head's own by rounding alone."""
+CAN_MULTIPLY = can_multiply(torch.bfloat16, torch.device("cpu"), 64)
+
+
+@pytest.mark.skipif(not CAN_MULTIPLY, reason="this CPU has no products with bytes")
+def test_fast_steps_are_those_of_the_head(tmp_path: Path) -> None:
+    """Steps and logits in the fast layout differ from the head's own by rounding alone, for tokens that it can guess
+    and for others, for few rows and for many."""
     loaded = load_model(make_tiny_model(tmp_path / "model", dtype=torch.bfloat16), "cpu", "bfloat16")
     head, _ = RecurrentHead.load(make_head(tmp_path / "head", loaded))
-    _, rows = target_rows(loaded, head.get_buffer("token_ids"))
-    fast = FastHead(head, rows)
+    embedding, rows = target_rows(loaded, head.get_buffer("token_ids"))
+    fast, plain = head_steps(head, rows, embedding), PlainSteps(head, rows, embedding)
+    assert isinstance(fast, FastSteps)
     generator = torch.Generator().manual_seed(2)
-    states, embedded = torch.randn(5, 64, generator=generator), torch.randn(5, 128, generator=generator).bfloat16()
+    latest = [[40, 41], [3, 129], [77, 4], [258, 5], [258, 258], [6, 7]]
     with torch.inference_mode():
-        apart = (fast.advance(states, embedded) - head.advance(states, embedded)).abs().max()
-        assert float(apart) < 0.05 * float((head.advance(states, embedded) - states).abs().max())
-        expected = head.logits(states, rows)
-        assert float((fast.logits(states) - expected).abs().max()) < 0.02 * float(expected.abs().max())
+        for count in (1, 2, 4, 6):
+            states = torch.randn(count, 64, generator=generator)
+            expected = plain.advance(states, latest[:count])
+            apart = (fast.advance(states, latest[:count]) - expected).abs().max()
+            assert float(apart) < 0.05 * float((expected - states).abs().max())
+            logits = plain.logits(states)
+            assert float((fast.logits(states) - logits).abs().max()) < 0.02 * float(logits.abs().max())
+
+
+@pytest.mark.skipif(not CAN_MULTIPLY, reason="this CPU has no products with bytes")
+def test_a_product_with_bytes_is_near_and_treats_rows_alone() -> None:
+    """Each output is off by half a step of its scale an input at most, a weight of zeros gives zeros, and in a small
+    product no row depends on its batch-mates."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(37, 48, generator=generator) * torch.logspace(-3, 3, 37)[:, None]
+    weight[5] = 0.0
+    x = torch.randn(9, 48, generator=generator).bfloat16()
+    product = ByteProduct(weight.bfloat16())
+    step = weight.abs().amax(1) / 126
+    for count in (1, 3, 4, 9):
+        found, exact = product(x[:count]).float(), x[:count].float() @ weight.bfloat16().float().T
+        allowed = 0.51 * step * x[:count].float().abs().sum(1)[:, None] + 0.01 * exact.abs() + 1e-6
+        assert bool(((found - exact).abs() <= allowed).all())
+        assert not found[:, 5].any()
+    assert torch.equal(product(x[:4]), torch.cat([product(x[row : row + 1]) for row in range(4)]))
+
+
+def test_only_the_most_frequent_ids_are_guessed_where_asked(
+    runner: ModelRunner, tmp_path: Path, head_folder: Path
+) -> None:
+    """`rows` keeps the first ids of the file: each chain is that of a head that never knew another."""
+    few = make_chosen(tmp_path / "few", head_folder, 30)
+    for seed in range(6):
+        one = ask(seed, width=2)
+        cut = made(runner, head_folder, rows=30).propose([one])
+        assert cut == made(runner, few, rows=0).propose([one])
+        assert {token for chain in cut[0] for token in chain.token_ids} <= set(KNOWN_IDS[:30])
+    assert made(runner, head_folder, rows=1000).propose([ask(1)]) == made(runner, head_folder, rows=0).propose([ask(1)])
+    with pytest.raises(ConfigError, match="rows"):
+        made(runner, head_folder, rows=-1)

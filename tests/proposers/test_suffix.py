@@ -158,6 +158,36 @@ def test_datastore_finds_the_longest_match_and_all_its_places(
     assert found.token_ids == ()
 
 
+@given(
+    stored=st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=6).filter(any),
+    prefix=st.lists(st.integers(0, 2), max_size=6),
+    num_tokens=st.integers(0, 7),
+)
+@settings(max_examples=200, deadline=None)
+def test_datastore_goes_on_as_most_of_those_left(
+    tmp_path_factory: pytest.TempPathFactory, stored: list[list[int]], prefix: list[int], num_tokens: int
+) -> None:
+    """All ids and shares of a continuation equal a count over all texts: at each id those that agreed so far are
+    asked, the lowest of the most frequent goes on, and no continuation leaves its text."""
+    path = tmp_path_factory.mktemp("store") / "store"
+    build(stored, path)
+    found = Datastore(path).continuation(prefix, num_tokens)
+    pattern = prefix[len(prefix) - found.match_length :]
+    length = len(pattern)
+    rests = [
+        text[end:] for text in stored for end in range(length, len(text)) if text[end - length : end] == pattern
+    ] * (length > 0)
+    assert found.support == len(rests)
+    ids: list[int] = []
+    shares: list[float] = []
+    while len(ids) < num_tokens and (counts := Counter(rest[len(ids)] for rest in rests if len(rest) > len(ids))):
+        best = min(counts, key=lambda token: (-counts[token], token))
+        shares.append(counts[best] / len(rests))
+        rests = [rest for rest in rests if rest[len(ids) : len(ids) + 1] == [best]]
+        ids.append(best)
+    assert (list(found.token_ids), list(found.shares)) == (ids, shares)
+
+
 def test_datastore_is_mapped_not_read(tmp_path: Path) -> None:
     """Processes share the file's pages; nothing per token is held in Python."""
     rng = np.random.default_rng(0)

@@ -1,0 +1,94 @@
+"""How a recurrent head is stepped: by its own modules, or in the layout that takes the least time on this CPU.
+
+A step for one request does little and waits for memory, so the fast layout reads less: weights are bytes
+(byte_product.py), and what the known tokens add to the gated layer is looked up instead of computed, since the layer's
+input is a sum over its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moot.model.byte_product import ByteProduct, can_multiply
+from moot.model.recurrent_head import RecurrentHead, embed
+
+_MOST_TABLED = 4096
+"""Ids whose parts are kept: 2 * width * tokens numbers of two bytes each, 8 KB of the usual head."""
+_SMALLEST = 1e-3
+"""Of a state's root mean square, as `rms` has it."""
+
+
+class HeadSteps(Protocol):
+    def advance(self, states: Tensor, latest: Sequence[Sequence[int]]) -> Tensor:
+        """One step of states float32 [n, state], given for each the last ids, the latest first."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """float32 [n, vocab + 1], the last column for all ids that the head does not know."""
+
+
+class PlainSteps:
+    """As the head's own modules compute, in the dtype and on the device of `rows`."""
+
+    def __init__(self, head: RecurrentHead, rows: Tensor, embedding: Tensor) -> None:
+        """`rows` [vocab, state]: of the target's output layer. `embedding` [ids, state]: the target's."""
+        self._head = head.to(rows.device, rows.dtype)
+        self._rows, self._embedding = rows, embedding
+
+    def advance(self, states: Tensor, latest: Sequence[Sequence[int]]) -> Tensor:
+        ids = torch.tensor(latest, device=self._rows.device)
+        return self._head.advance(states, embed(self._embedding, ids))
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self._head.logits(states, self._rows)
+
+
+class FastSteps:
+    """For bfloat16 on CPUs; differs from `PlainSteps` by rounding."""
+
+    def __init__(self, head: RecurrentHead, rows: Tensor, embedding: Tensor) -> None:
+        """As of `PlainSteps`."""
+        state = head.shape.state
+        inward, *of_tokens = head.inward.weight.detach().split(state, 1)
+        self._inward = ByteProduct(inward)
+        self._outward = ByteProduct(head.outward.weight)
+        self._rows = ByteProduct(torch.cat((rows, head.other.detach().to(rows.dtype)[None])))
+        self._bias = head.bias.detach().float()
+        self._of_tokens = [ByteProduct(part) for part in of_tokens]
+        self._embedding = embedding
+        self._root = state**0.5
+        ids = head.get_buffer("token_ids")[:_MOST_TABLED]
+        embedded = embed(embedding, ids[:, None])
+        # Views of one row each: to take one needs no call at all.
+        views = [product(embedded).unbind(0) for product in self._of_tokens]
+        self._known = [dict(zip(ids.tolist(), rows, strict=True)) for rows in views]
+
+    def advance(self, states: Tensor, latest: Sequence[Sequence[int]]) -> Tensor:
+        norm = torch.linalg.vector_norm(states, dim=1, keepdim=True).div_(self._root).clamp_min_(_SMALLEST)
+        layer = self._inward(states.div(norm).bfloat16())
+        for back in range(len(self._known)):
+            parts = [self._part(back, ids[back]) for ids in latest]
+            layer.add_(parts[0] if len(parts) == 1 else torch.stack(parts))
+        gate, up = layer.chunk(2, 1)
+        return self._outward(functional.silu(gate).mul_(up)).add(states)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self._rows(states.bfloat16()).add(self._bias)
+
+    def _part(self, back: int, token_id: int) -> Tensor:
+        """What a token adds to the layer where it is the last but `back`, [2 * width]."""
+        known = self._known[back].get(token_id)
+        if known is None:
+            return self._of_tokens[back](embed(self._embedding, torch.tensor([[token_id]])))[0]
+        return known
+
+
+def head_steps(head: RecurrentHead, rows: Tensor, embedding: Tensor) -> HeadSteps:
+    """The fastest there is for this dtype and device."""
+    if can_multiply(rows.dtype, rows.device, head.shape.state, head.shape.width):
+        return FastSteps(head, rows, embedding)
+    return PlainSteps(head, rows, embedding)
