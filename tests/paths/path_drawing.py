@@ -104,6 +104,14 @@ class Case:
     def is_chat(self) -> bool:
         return "messages" in self.body
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Those that may have a vote in it."""
+        ours = tuple(self.body.get("drafters", self.system.drafters))
+        brought = (self.prediction is not None, self.body["n"] > 1)
+        absent = {name for name, is_there in zip(OF_REQUESTS, brought, strict=True) if not is_there}
+        return tuple(name for name in ours if name not in absent)
+
 
 def draw_system(number: int) -> System:
     draw = random.Random(f"system {number}")
@@ -152,7 +160,9 @@ def draw_case(number: int) -> Case:
     if draw.random() < 0.3:
         body["min_tokens"] = draw.randint(0, max_tokens)
     if draw.random() < 0.5:
-        body |= {"logprobs": True, "top_logprobs": draw.choice((0, 3))} if is_chat else {"logprobs": draw.choice((0, 4))}
+        body |= (
+            {"logprobs": True, "top_logprobs": draw.choice((0, 3))} if is_chat else {"logprobs": draw.choice((0, 4))}
+        )
     if draw.random() < 0.55:
         body["num_speculative_tokens"] = draw.randint(0, 8)
     if draw.random() < 0.5:
@@ -171,7 +181,10 @@ def draw_case(number: int) -> Case:
     )
 
 
-FIXED_TEXTS = ("a", "hello hello hello hello", "Grüße, Привет, 你好, \U0001f600\U0001f680", "0101010101010101", "\n", "The ")
+FIXED_TEXTS = (
+    *("a", "\n", "The ", "hello hello hello hello", "0101010101010101"),
+    "Grüße, Привет, 你好, \U0001f600\U0001f680",
+)
 """Prompts of many cases, for drafters that live from what the target has said before."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from path_drawing import FIXED_TEXTS, LOCAL, PRINTABLE, STAGES, TARGETS, TargetSpec
-from path_wild import Known, Knowing, Wild
+from path_wild import Knowing, Known, Wild
 
 from moot.core.types import Draft, FinishReason, ModelInfo, SamplingParams, TokenLogprobs
 from moot.metrics import Metrics
@@ -193,13 +193,12 @@ class ProtocolPod:
 
 @dataclass
 class House:
-    """Everything that systems share. What is not asked for is not made. `change`: done to each verifier that is made;
-    with it, the verifier is a wrong one."""
+    """What systems share, made when it is asked for. `change`: done to each verifier that is made."""
 
     folder: Path
+    """What lies there already is not made again."""
     change: Callable[[Engine], None] = lambda engine: None
     known: Known = field(default_factory=dict)
-    _folders: dict[str, Path] = field(default_factory=dict)
     _loaded: dict[str, LoadedModel] = field(default_factory=dict)
     _plain: dict[str, PlainTarget] = field(default_factory=dict)
     _served: dict[str, ServedTarget] = field(default_factory=dict)
@@ -207,11 +206,9 @@ class House:
 
     def model(self, spec: TargetSpec) -> Path:
         path = self.folder / spec.name
-        if spec.name not in self._folders:
+        if not path.exists():
             dtype = getattr(torch, spec.dtype)
-            self._folders[spec.name] = make_tiny_model(
-                path, spec.family, ROWS, dtype=dtype, layers=3, context=spec.context
-            )
+            make_tiny_model(path, spec.family, ROWS, dtype=dtype, layers=3, context=spec.context)
         return path
 
     def loaded(self, spec: TargetSpec) -> LoadedModel:
@@ -336,5 +333,3 @@ def make_head(folder: Path, loaded: LoadedModel) -> Path:
             parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     head.save(folder, {"tokenizer_fingerprint": loaded.info.tokenizer_fingerprint})
     return folder
-
-

@@ -1,17 +1,18 @@
-"""Plays cases: a real router over the peers of path_peers, every case of a system at once, and plain decoding beside."""
+"""Plays cases: a real router over the peers of path_peers, all cases of a system at once, plain decoding beside."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from path_checks import Expected, check_choice, check_counters, expect
-from path_drawing import LOCAL, PODS, Case, System
+from path_drawing import LOCAL, PODS, Case, System, draw_case
 from path_peers import House, Plain
 
 from moot.core.types import ModelInfo, TokenLogprobs
@@ -49,6 +50,8 @@ class Played:
     case: Case
     outcomes: list[Outcome] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    heard: set[str] = field(default_factory=set)
+    """Drafters that proposed something, well-formed or not; of the latter, in any case of the system."""
 
 
 @dataclass
@@ -102,6 +105,15 @@ class Front:
                 outcome.text += chunk.text
                 outcome.logprobs += chunk.logprobs
                 outcome.last = chunk
+
+    def malformed(self) -> set[str]:
+        """Drafters of which some proposals could not be used."""
+        return {
+            sample.labels["drafter"]
+            for family in self.metrics.registry.collect()
+            for sample in family.samples
+            if sample.name == "moot_proposals_dropped_total" and sample.value
+        }
 
     def left(self) -> dict[str, int]:
         """What is still held of requests, by where."""
@@ -168,6 +180,10 @@ async def play(house: House, cases: Sequence[Case]) -> list[Played]:
             await eventually(lambda: not left(), 10.0)
         except TimeoutError:
             done[-1].problems.append(f"left behind by the system's cases: {left()}")
+        malformed = router.malformed()
+        for played in done:
+            told = [outcome.last.metrics for outcome in played.outcomes if outcome.last and outcome.last.metrics]
+            played.heard = {name for one in told for name in one.drafters} | (malformed & set(played.case.drafters))
         whole = [played for played in done if played.outcomes and not played.problems]
         for played in whole:
             for outcome in played.outcomes:
@@ -229,3 +245,25 @@ async def _generate(router: Front, played: Played) -> None:
         played.problems.append(traceback.format_exc())
 
 
+async def play_all(
+    house: House, numbers: Iterable[int], on_played: Callable[[Played], None], *, is_alone: bool = False
+) -> None:
+    """Systems one after the other. `is_alone`: each case without its neighbours."""
+    cases = [draw_case(number) for number in numbers]
+    for _, own in itertools.groupby(cases, lambda case: case.number if is_alone else case.system.number):
+        for played in await play(house, list(own)):
+            on_played(played)
+
+
+def describe(played: Played) -> str:
+    """A case that is wrong, and how to play it again."""
+    case = played.case
+    lines = [
+        f"case {case.number} of system {case.system.number} is wrong; again: python tests/paths --case {case.number},"
+        f" with its neighbours: python tests/paths --system {case.system.number}",
+        f"  target {case.system.target.name}, electorate {', '.join(case.system.electorate)}",
+        f"  settings {case.system.settings}",
+        f"  body {case.body}",
+        f"  ending {case.ending} at {case.place:.3f}, prediction {case.prediction}, staggered {case.is_staggered}",
+    ]
+    return "\n".join(lines + [f"  - {problem}" for problem in played.problems])

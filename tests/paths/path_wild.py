@@ -1,11 +1,10 @@
-"""Drafter kinds that no package has: one that knows what the target will say, and some that behave as badly as can be."""
+"""Drafter kinds that no package has: one that knows what the target will say, and some that behave very badly."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from path_drawing import VOCAB_SIZE
 
@@ -95,5 +94,3 @@ class Wild(_Told):
 
 def _ids(draw: random.Random, count: int) -> tuple[int, ...]:
     return tuple(draw.randrange(VOCAB_SIZE) for _ in range(count))
-
-
