@@ -116,11 +116,12 @@ class Case:
 def draw_system(number: int) -> System:
     draw = random.Random(f"system {number}")
     soft_ms, hard_ms = _weighted(draw, {PATIENT: 8, USUAL: 1, HASTY: 1})
-    pods = [name for name in PODS if name != "knowing"]
-    electorate = draw.sample((*LOCAL, *pods), draw.randint(1, 4))
-    if len(electorate) < 2 or draw.random() < 0.4:
+    # Those that may be right more often than those that never are.
+    drawn = draw.sample((*LOCAL, *STAGES, *LOCAL, *STAGES, *WILD), draw.randint(1, 5))
+    if len(drawn) < 2 or draw.random() < 0.4:
         # It alone is right at will: without it hardly any draft is long.
-        electorate.append("knowing")
+        drawn = ["knowing", *drawn[:4]]
+    electorate = list(dict.fromkeys(drawn))
     draw.shuffle(electorate)
     settings: dict[str, Any] = {
         "vote": draw.choice(tuple(POLICIES)),
@@ -129,7 +130,7 @@ def draw_system(number: int) -> System:
         "length": draw.choice(LENGTHS),
         "asks": draw.choice(PANELS),
         "cascade": _weighted(draw, {1.0: 3, 0.6: 1, 0.2: 1}),
-        "num_speculative_tokens": _weighted(draw, {8: 6, 6: 2, 4: 2, 2: 1, 1: 1, 0: 1}),
+        "num_speculative_tokens": _weighted(draw, {8: 8, 6: 3, 4: 2, 2: 1, 1: 1, 0: 1}),
         "max_draft_tokens": _weighted(draw, {16: 4, 32: 2, 8: 2, 4: 1, 1: 1}),
         "proposal_width": _weighted(draw, {1: 3, 2: 2, 3: 2, 4: 1}),
         "num_top_candidates": _weighted(draw, {8: 3, 3: 1, 1: 1}),
@@ -155,7 +156,7 @@ def draw_case(number: int) -> Case:
             body["messages"].insert(0, {"role": "system", "content": _text(draw)})
     else:
         body["prompt"] = _prompt(draw, system.target.limit)
-    max_tokens = draw.choice((1, 2, 3, 6, 10, 16, 24, 32))
+    max_tokens = draw.choice((1, 3, 6, 10, 16, 24, 32, 32))
     body |= {"max_tokens": max_tokens, "n": _weighted(draw, {1: 5, 2: 2, 3: 1})} | _sampling(draw)
     if draw.random() < 0.3:
         body["min_tokens"] = draw.randint(0, max_tokens)
@@ -164,7 +165,7 @@ def draw_case(number: int) -> Case:
             {"logprobs": True, "top_logprobs": draw.choice((0, 3))} if is_chat else {"logprobs": draw.choice((0, 4))}
         )
     if draw.random() < 0.55:
-        body["num_speculative_tokens"] = draw.randint(0, 8)
+        body["num_speculative_tokens"] = draw.choice((0, 1, 2, 3, 4, 5, 6, 7, 8, 8))
     if draw.random() < 0.5:
         count = draw.randint(1, min(5, len(system.drafters)))
         body["drafters"] = draw.sample(system.drafters, count)
@@ -174,7 +175,7 @@ def draw_case(number: int) -> Case:
         number=number,
         system=system,
         body=body,
-        ending=_weighted(draw, {"none": 10, "stop_token": 3, "stop_string": 4, "end_likely": 3}),
+        ending=_weighted(draw, {"none": 12, "stop_token": 3, "stop_string": 4, "end_likely": 2}),
         place=draw.random(),
         prediction=tuple(draw.random() for _ in range(draw.randint(0, 2))) if draw.random() < 0.35 else None,
         is_staggered=draw.random() < 0.5,
@@ -228,8 +229,11 @@ def _sampling(draw: random.Random) -> dict[str, Any]:
         fields["frequency_penalty"] = draw.choice((0.4, -0.6))
     if maybe(0.2):
         fields["logit_bias"] = {str(draw.randrange(VOCAB_SIZE)): round(draw.uniform(-8, 8), 3) for _ in range(5)}
-    if maybe(0.25):
+    if maybe(0.2):
         fields["allowed_token_ids"] = list(PRINTABLE)
+    elif maybe(0.25):
+        # So few that the text repeats itself, and drafters that look back are often right.
+        fields["allowed_token_ids"] = draw.sample(PRINTABLE, draw.randint(2, 8))
     if maybe(0.3):
         fields["ignore_eos"] = True
     if maybe(0.2):
