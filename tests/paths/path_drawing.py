@@ -151,15 +151,17 @@ def draw_case(number: int) -> Case:
     is_chat = draw.random() < 0.25
     body: dict[str, Any] = {"model": "tiny", "seed": draw.getrandbits(62)}
     if is_chat:
-        body["messages"] = [{"role": "user", "content": _text(draw)}]
+        # Short enough for the shortest context, template included.
+        body["messages"] = [{"role": "user", "content": _text(draw)[:40]}]
         if draw.random() < 0.3:
-            body["messages"].insert(0, {"role": "system", "content": _text(draw)})
+            body["messages"].insert(0, {"role": "system", "content": _text(draw)[:40]})
     else:
         body["prompt"] = _prompt(draw, system.target.limit)
     max_tokens = draw.choice((1, 3, 6, 10, 16, 24, 32, 32))
     body |= {"max_tokens": max_tokens, "n": _weighted(draw, {1: 5, 2: 2, 3: 1})} | _sampling(draw)
     if draw.random() < 0.3:
-        body["min_tokens"] = draw.randint(0, max_tokens)
+        room = system.target.limit - len(body["prompt"]) if isinstance(body.get("prompt"), list) else max_tokens
+        body["min_tokens"] = min(draw.randint(0, max_tokens), room)
     if draw.random() < 0.5:
         body |= (
             {"logprobs": True, "top_logprobs": draw.choice((0, 3))} if is_chat else {"logprobs": draw.choice((0, 4))}
