@@ -251,7 +251,13 @@ async def play_all(
     """Systems one after the other. `is_alone`: each case without its neighbours."""
     cases = [draw_case(number) for number in numbers]
     for _, own in itertools.groupby(cases, lambda case: case.number if is_alone else case.system.number):
-        for played in await play(house, list(own)):
+        together = list(own)
+        try:
+            done = await play(house, together)
+        except Exception as error:
+            error.add_note(f"while playing system {together[0].system.number}")
+            raise
+        for played in done:
             on_played(played)
 
 
