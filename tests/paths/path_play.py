@@ -17,9 +17,10 @@ from path_peers import House, Plain
 
 from moot.core.types import ModelInfo, TokenLogprobs
 from moot.metrics import Metrics
-from moot.tokenizer import load_tokenizer
+from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
 from services.router.config import RouterConfig
 from services.router.lifecycle import Peers
+from services.router.local_drafters import LocalPool
 from services.router.rounds import Rounds, ServedModel
 from services.router.store import MemoryStore
 from services.router.text import IncrementalText
@@ -59,7 +60,6 @@ class Front:
     """A router without its HTTP server: bodies are read, choices planned and rounds run by its own code."""
 
     config: RouterConfig
-    tokenizer: Any
     prompts: PromptTokenizer
     peers: Peers
     rounds: Rounds
@@ -119,7 +119,7 @@ class Front:
         """What is still held of requests, by where."""
         peers = self.peers
         links = [link for pool in peers.pools.values() for link in pool.links.values()]
-        local = [source for source in peers.electorate.sources.values() if hasattr(source, "num_sessions")]
+        local = [source for source in peers.electorate.sources.values() if isinstance(source, LocalPool)]
         found = {
             "requests running": self.rounds.num_running,
             "verifier links": sum(link.load + link.pool.num_held for link in peers.targets.all_links),
@@ -146,14 +146,14 @@ async def front(house: House, system: System) -> AsyncIterator[Front]:
     tokenizer = load_tokenizer(config.model)
     metrics = Metrics("router")
     peers = Peers(config, tokenizer, metrics)
-    model = ServedModel("tiny", peers.targets.fingerprint)
+    model = ServedModel("tiny", tokenizer_fingerprint(tokenizer))
     rounds = Rounds(peers.targets, peers.electorate, MemoryStore(), model, metrics, config.max_buffered_spans)
     prompts = PromptTokenizer(tokenizer, timeout_s=TIMEOUT_S, num_threads=1, max_prompt_bytes=1 << 20)
     try:
         peers.start()
         await eventually(lambda: peers.targets.is_available)
         await eventually(lambda: all(pool.is_available for pool in peers.pools.values()))
-        yield Front(config, tokenizer, prompts, peers, rounds, metrics)
+        yield Front(config, prompts, peers, rounds, metrics)
     finally:
         prompts.close()
         await peers.close()
