@@ -177,7 +177,7 @@ async def play(house: House, cases: Sequence[Case]) -> list[Played]:
             return router.left() | house.left(system.electorate, system.target)
 
         try:
-            await eventually(lambda: not left(), 10.0)
+            await eventually(lambda: not left(), house.patience_s)
         except TimeoutError:
             done[-1].problems.append(f"left behind by the system's cases: {left()}")
         malformed = router.malformed()

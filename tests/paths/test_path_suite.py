@@ -25,6 +25,8 @@ from services.verifier.sessions import Session, Work
 from services.verifier.step import StepRunner
 from services.verifier.walks import Walks, row_of_nodes
 
+pytestmark = pytest.mark.timeout(900)  # of cases that are played for many tests at once
+
 NUM_CASES = int(os.environ.get("MOOT_CASES", "10000"))
 
 
@@ -135,7 +137,7 @@ class Caught(Exception):
     """No more cases are needed."""
 
 
-def num_until_caught(folder: Path, change: Callable[[Engine], None], most: int) -> int | None:
+def num_until_caught(folder: Path, change: Callable[[Engine], None], most: int, patience_s: float = 10.0) -> int | None:
     """How many cases were played until one was wrong, at most `most`; None: none was."""
     num_played = 0
 
@@ -146,7 +148,7 @@ def num_until_caught(folder: Path, change: Callable[[Engine], None], most: int) 
             raise Caught
 
     async def main() -> None:
-        house = House(folder, change)
+        house = House(folder, change, patience_s)
         try:
             numbers = [number for first in MUTATED for number in range(first, first + CASES_PER_SYSTEM)]
             await play_all(house, numbers[:most], note)
@@ -189,7 +191,7 @@ def test_what_a_request_leaves_behind_is_caught(models: Path) -> None:
 
         engine.serving._end = forgetful  # type: ignore[method-assign]
 
-    assert num_until_caught(models, change, CASES_PER_SYSTEM) is not None
+    assert num_until_caught(models, change, CASES_PER_SYSTEM, patience_s=1.0) is not None
 
 
 def test_counts_that_do_not_add_up_are_caught(findings: Findings) -> None:
