@@ -13,7 +13,7 @@ generate = $(PROTOC) --python_out=$(1) --mypy_out=$(1) proto/moot/v1/*.proto && 
   $(PROTOC) --grpc_python_out=$(1) --mypy_grpc_out=$(1) proto/moot/v1/*_service.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install install-dev demo serve test test-long check format proto docs drafters check-proto clean
+.PHONY: help venv install install-dev demo serve test test-long paths check format proto docs drafters check-proto clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -52,6 +52,9 @@ test: install-dev  ## all tests
 
 test-long: install-dev  ## many more cases of the same properties
 	$(BIN)/python -m pytest -m long --timeout 3600 $(FLAGS)
+
+paths: install-dev  ## 10,000 drawn requests against plain decoding, over all drafters, votes and shapes; CASES=500
+	$(BIN)/python tests/paths --cases $(or $(CASES),10000) --first 1000 $(FLAGS)
 
 check: install-dev check-proto  ## style, types, layers, stubs up to date
 	$(BIN)/ruff check

@@ -1,0 +1,84 @@
+"""`python tests/paths`: the path-equality suite over any number of cases, or one case again. See path_play.py."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from path_coverage import count, missing, watch
+from path_drawing import CASES_PER_SYSTEM
+from path_peers import House
+from path_play import Played, describe, play_all
+
+EVERY_S = 10.0
+
+
+async def run(numbers: Sequence[int], is_alone: bool) -> tuple[Counter[str], int]:
+    """What was seen, and how many cases were wrong; those are printed as they come."""
+    seen: Counter[str] = Counter()
+    began = told = time.monotonic()
+    num_wrong = 0
+
+    def note(played: Played) -> None:
+        nonlocal told, num_wrong
+        count(played, seen)
+        if played.problems:
+            num_wrong += 1
+            print(describe(played), flush=True)
+        now = time.monotonic()
+        if now - told >= EVERY_S:
+            told = now
+            done = seen["cases"]
+            left_s = (now - began) / done * (len(numbers) - done)
+            print(
+                f"{done} of {len(numbers)} cases, {num_wrong} wrong, {left_s:.0f} s left", file=sys.stderr, flush=True
+            )
+
+    with tempfile.TemporaryDirectory() as folder:
+        house = House(Path(folder), lambda engine: watch(engine, seen))
+        try:
+            await play_all(house, numbers, note, is_alone=is_alone)
+        finally:
+            await house.close()
+    print(f"{seen['cases']} cases in {time.monotonic() - began:.0f} s, {num_wrong} wrong")
+    return seen, num_wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python tests/paths",
+        description="Play drawn cases and compare each with plain decoding.",
+        epilog="example: python tests/paths --cases 10000 --first 20000",
+    )
+    parser.add_argument("--cases", type=int, default=500, help="how many cases")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one")
+    parser.add_argument("--case", type=int, help="play this one alone")
+    parser.add_argument("--system", type=int, help="play all cases of this system, together")
+    parser.add_argument("--verbose", action="store_true", help="show what the services log, and all that was counted")
+    args = parser.parse_args()
+    logging.getLogger("moot").setLevel(logging.INFO if args.verbose else logging.CRITICAL)
+    whole = args.case is None and args.system is None
+    numbers: Sequence[int] = range(args.first, args.first + args.cases)
+    if args.system is not None:
+        numbers = range(args.system * CASES_PER_SYSTEM, (args.system + 1) * CASES_PER_SYSTEM)
+    if args.case is not None:
+        numbers = [args.case]
+    seen, num_wrong = asyncio.run(run(numbers, args.case is not None))
+    if args.verbose:
+        for name, number in sorted(seen.items()):
+            print(f"  {name}: {number}")
+    seldom = missing(seen) if whole and args.cases >= 500 else []
+    for line in seldom:
+        print(f"too seldom: {line}")
+    return int(bool(num_wrong or seldom))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
