@@ -133,7 +133,8 @@ class Sides:
                 self.differing.add(side)
         rounds = sum(map(_rounds, replies))
         lengths = lengths_asked(before, after)
-        drafting = after["moot_draft_seconds_sum", ""] - before.get(("moot_draft_seconds_sum", ""), 0.0)
+        key = ("moot_round_duration_seconds_sum", "draft")
+        drafting = after[key] - before.get(key, 0.0)
         found = Load(
             sum(len(reply.token_ids) for reply in replies) / seconds,
             rounds,
