@@ -22,8 +22,8 @@ _log = logging.getLogger("moot.router.drafters")
 DRAFTING_ROUNDS = 50
 MIN_DRAFTING_SHARE = 0.1
 TRIED_IN = 4
-"""Of so many requests one prepares drafters that are left out, so that they may be tried in it: reading every prompt for
-nothing takes a machine's cores from the others."""
+"""Of so many requests one prepares drafters that are left out, so that they may be tried in it: reading every prompt
+for nothing takes a machine's cores from the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
