@@ -17,7 +17,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from bench.driving.prompts import read_prompts
 from bench.driving.routers import wait_serving
 from bench.driving.streams import Reply, closed_loop
 from bench.driving.watched import lengths_asked, metrics_of
-from bench.intervals import Interval, interleaved, ratios
+from bench.intervals import Interval, ratios
 from bench.report import RESULTS, publish
 from moot.commands.common import say
 from moot.commands.system import LOOPBACK, NO_STORE, System, SystemConfig, prepared_model, running, voters_of
@@ -208,18 +208,28 @@ def measured(config: RealConfig, found: Table) -> None:
         for name in names:
             say(f"a hundred rounds: {name}")
             sides.warm_up(name)
-        speeds = interleaved(
-            {name: lambda name=name: sides.load(name).tokens_per_s for name in names},  # type: ignore[misc]
-            config.repetitions,
-            warm_up=0,
-            say=say,
-        )
-        for fault in config.faults:
-            one = found.setdefault((config.concurrency, fault), Found([], [], [], True))
-            one.with_it += speeds[fault]
-            one.without += speeds[WITHOUT]
+        parts = {
+            fault: found.setdefault((config.concurrency, fault), Found([], [], [], True)) for fault in config.faults
+        }
+        for index in range(config.repetitions):
+            speeds = {name: sides.load(name).tokens_per_s for name in (names if index % 2 == 0 else reversed(names))}
+            for fault, one in parts.items():
+                one.with_it.append(speeds[fault])
+                one.without.append(speeds[WITHOUT])
+                one.identical = one.identical and not {fault, WITHOUT} & sides.differing
+            # A measurement that is cut short has been one as far as it came.
+            RESULTS.mkdir(exist_ok=True)
+            (RESULTS / f"{NAME}.json").write_text(json.dumps({"found": _facts(found)}))
+            say(f"{index + 1} of {config.repetitions}")
+        for fault, one in parts.items():
             one.left_out.append(sides.left_out(fault))
-            one.identical = one.identical and not {fault, WITHOUT} & sides.differing
+
+
+def _facts(found: Table) -> dict[int, dict[str, Any]]:
+    facts: dict[int, dict[str, Any]] = {}
+    for (concurrency, fault), one in found.items():
+        facts.setdefault(concurrency, {})[fault] = asdict(one)
+    return facts
 
 
 def earlier() -> Table:
@@ -247,15 +257,7 @@ def main() -> int:
         say("nothing measured")
         return 1
     found = dict(sorted(found.items(), key=lambda plan: plan[0][0]))
-    facts: dict[int, dict[str, Any]] = {}
-    for (concurrency, fault), one in found.items():
-        facts.setdefault(concurrency, {})[fault] = {
-            "with_it": one.with_it,
-            "without": one.without,
-            "left_out": one.left_out,
-            "identical": one.identical,
-        }
-    publish(NAME, HEADER, [row(*plan, one) for plan, one in found.items()], {"found": facts})
+    publish(NAME, HEADER, [row(*plan, one) for plan, one in found.items()], {"found": _facts(found)})
     return 0 if all(one.identical and one.verdict == "reached" for one in found.values()) else 1
 
 
