@@ -242,7 +242,7 @@ def earlier() -> Table:
 
 
 def row(concurrency: int, fault: str, one: Found) -> Sequence[object]:
-    reasons = " / ".join(sorted({reason or "asked" for reason in one.left_out}))
+    reasons = " / ".join(sorted({reason or "asked" for reason in one.left_out})) or "not looked at"
     sides_text = [Interval.of(speeds).text(1) for speeds in (one.without, one.with_it)]
     identical = "yes" if one.identical else "NO"
     return (fault, concurrency, len(one.with_it), *sides_text, one.ratio.text(3), one.verdict, reasons, identical)
