@@ -1,15 +1,17 @@
 """What a drafter that misbehaves costs after its first hundred rounds: three good drafters with it and without it.
 
-    python -m bench.misbehaving [--concurrency 1,4,16] [--seeds 7] [--rounds 300] [--keep]
+    python -m bench.misbehaving [--costs gpu] [--concurrency 1,4,16] [--seeds 7] [--rounds 300] [--keep]
     python -m bench.misbehaving --real [--faults lie,delay:0.05,freeze] [--concurrency 4] [--repetitions 7]
 
 In virtual time with scripted costs, like a GPU's (a step takes 30 ms up to 64 rows and 0.2 ms for each further one, a
-drafted token 3 ms): beside three good drafters one that is bad (random tokens, sure of each), slow (ten times the time
-of the others, and as good), lying (as good as the best for its first hundred answers, wrong from then on, always sure),
-silent (never answers) or foreign (tokens of another vocabulary, by its own scale of confidence). Tokens/s are counted
-once a hundred rounds of each place for a request are over, however slow. A pair is one seed: the same requests with it
-and without it; beside it stands what asking it in every round would cost. `no fault`: the fourth drafter is good, and
-the panel stands against asking everybody: what the panel itself costs where there is nothing to do.
+drafted token 3 ms) or like the demo's on two cores (`--costs cpu`: a step takes 14.5 ms and 0.25 ms for each further
+row, the three drafters are in the router and answer at once, the fourth takes 0.5 ms for a token): beside three good
+drafters one that is bad (random tokens, sure of each), slow (ten times the time of the others, and as good), lying (as
+good as the best for its first hundred answers, wrong from then on, always sure), silent (never answers) or foreign
+(tokens of another vocabulary, by its own scale of confidence). Tokens/s are counted once a hundred rounds of each place
+for a request are over, however slow. A pair is one seed: the same requests with it and without it; beside it stands
+what asking it in every round would cost. `no fault`: the fourth drafter is good, and the panel stands against asking
+everybody: what the panel itself costs where there is nothing to do.
 
 `--real`, with the flags of bench/misbehaving_real.py: the same once for real, on the whole system as processes.
 """
@@ -42,37 +44,70 @@ from moot.simulation.world import Outcome, Scenario, World
 CONCURRENCIES = (1, 4, 16)
 BOUND = 0.98
 FIRST_SEED = 11
-GOOD = ((0.8, 0.75, 0.7), (0.7, 0.65), (0.6,), (0.7, 0.65))
-"""Chances by depth of the three that are good, and of the one that is slow."""
 FOURTH = 3
-NEVER_S = 1e9
-TOKEN_S = 0.003
+NEVER = 1e12
 FIRST_ROUNDS = 100
 LIES_AFTER = 100
 _FOREIGN = 1 << 24
 
 
-AS_OTHERS = DraftTime(0.0, TOKEN_S)
-
-
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One way to misbehave: what it proposes, and when."""
+    """One way to misbehave: what it proposes, and how often the time of others it takes."""
 
-    time: DraftTime = AS_OTHERS
+    times: float = 1.0
     says: str = "right"
 
 
 KINDS = {
     "bad": Kind(says="random"),
-    "slow": Kind(DraftTime(0.0, 10 * TOKEN_S)),
+    "slow": Kind(10),
     "lying": Kind(says="lies"),
-    "slow and lying": Kind(DraftTime(0.0, 5 * TOKEN_S), "lies"),
-    "silent": Kind(DraftTime(NEVER_S, 0.0)),
+    "slow and lying": Kind(5, "lies"),
+    "silent": Kind(NEVER),
     "foreign": Kind(says="foreign"),
 }
 """Ways to misbehave, by name."""
 NO_FAULT = "no fault"
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """`step_s`: of a step with few rows; `token_s`, `good_token_s`: a drafted token of the fourth drafter and of the
+    three; `chances`: by depth, of the three and of the fourth where it is right."""
+
+    step_s: float
+    step: StepCost
+    token_s: float
+    good_token_s: float
+    chances: Sequence[tuple[float, ...]]
+    router: RouterPlan
+    output_tokens: int
+    shape: str
+
+
+COSTS = {
+    "gpu": Costs(
+        0.03,
+        StepCost.line(0.03, 0.0002, 64, 0.00002),
+        0.003,
+        0.003,
+        ((0.8, 0.75, 0.7), (0.7, 0.65), (0.6,), (0.7, 0.65)),
+        RouterPlan(round_s=0.0002, behind_s=0.00015, network_s=0.001),
+        400,
+        "tree",
+    ),
+    "cpu": Costs(
+        0.0145,
+        StepCost.line(0.0145, 0.00025, 1, 0.0003),
+        0.0005,
+        0.00001,
+        ((0.5, 0.5, 0.5, 0.5), (0.4, 0.5), (0.3,), (0.45, 0.45)),
+        RouterPlan(round_s=0.0004, behind_s=0.0003, network_s=0.0002),
+        48,
+        "chain",
+    ),
+}
 
 
 class Misled:
@@ -110,29 +145,33 @@ class _MisledText:
         return ids, (255,) * length
 
 
-def simulate(kind: str | None, concurrency: int, rounds: int, seed: int, asks: str = PAYING) -> Outcome:
+def simulate(
+    kind: str | None, concurrency: int, rounds: int, seed: int, asks: str = PAYING, costs: str = "gpu"
+) -> Outcome:
     """About `rounds` rounds of each request after the first hundred. `kind` None: without the fourth drafter."""
-    step_s = 0.03
-    fourth = KINDS.get(kind or "", Kind())
-    pools = [PoolPlan(f"good{i}", max(2, concurrency), DraftTime(0.0, TOKEN_S), noise=0.1) for i in range(FOURTH)]
+    found, fourth = COSTS[costs], KINDS.get(kind or "", Kind())
+    good = DraftTime(0.0, found.good_token_s)
+    pools = [PoolPlan(f"good{i}", max(2, concurrency), good, noise=0.1) for i in range(FOURTH)]
     if kind is not None:
-        pools.append(PoolPlan(kind, max(2, concurrency), fourth.time, noise=0.1))
+        time = DraftTime(0.0, fourth.times * found.token_s)
+        pools.append(PoolPlan(kind, max(2, concurrency), time, noise=0.1))
     scenario = Scenario(
-        verifier=VerifierPlan(StepCost.line(step_s, 0.0002, 64, 0.00002), noise=0.1),
+        verifier=VerifierPlan(found.step, noise=0.1),
         pools=tuple(pools),
-        router=RouterPlan(round_s=0.0002, behind_s=0.00015, network_s=0.001),
+        router=found.router,
         concurrency=concurrency,
         asks=asks,
+        shape=found.shape,
         # The slowest of rounds: a hundred with it have passed in any case.
-        warm_up_s=FIRST_ROUNDS * (step_s + 0.055),
-        measure_s=rounds * 1.5 * step_s,
+        warm_up_s=FIRST_ROUNDS * (found.step_s + 0.055),
+        measure_s=rounds * 1.5 * found.step_s,
     )
-    texts = RandomTexts([LoadClass(output_tokens=400)], GOOD, 0.3, seed)
+    texts = RandomTexts([LoadClass(output_tokens=found.output_tokens)], found.chances, 0.3, seed)
     return World(scenario, Misled(texts, fourth.says, seed)).run()
 
 
-Job = tuple[str | None, int, int, int, str]
-"""Kind, concurrency, rounds, seed, whom rounds ask."""
+Job = tuple[str | None, int, int, int, str, str]
+"""Kind, concurrency, rounds, seed, whom rounds ask, costs."""
 
 
 def outcome(job: Job) -> Outcome:
@@ -164,12 +203,13 @@ def compare(
     kinds: Iterable[str] = (*KINDS, NO_FAULT),
     run: Callable[[Callable[[Job], Outcome], Iterable[Job]], Iterable[Outcome]] = map,
     num_everybody: int = 3,
+    costs: str = "gpu",
 ) -> dict[str, Found]:
     """`run`: a map, of one process or of several. `num_everybody`: seeds with which everybody is asked, too."""
     kinds = list(kinds)
     plans = {(kind, PAYING): seeds for kind in (None, *kinds)}
     plans |= {(kind, ALL): seeds if kind == NO_FAULT else seeds[:num_everybody] for kind in kinds}
-    jobs = [(kind, concurrency, rounds, seed, asks) for (kind, asks), some in plans.items() for seed in some]
+    jobs = [(kind, concurrency, rounds, seed, asks, costs) for (kind, asks), some in plans.items() for seed in some]
     speeds = iter([one.tokens_per_s for one in run(outcome, jobs)])
     found = {plan: [next(speeds) for _ in some] for plan, some in plans.items()}
     return {
@@ -205,20 +245,25 @@ HEADER = (
 )
 
 
-def earlier() -> dict[tuple[str, int], Found]:
+def name_of(costs: str) -> str:
+    """Of the result."""
+    return "misbehaving" if costs == "gpu" else f"misbehaving_{costs}"
+
+
+def earlier(costs: str) -> dict[tuple[str, int], Found]:
     """What the result file holds; nothing without one."""
-    path = RESULTS / "misbehaving.json"
+    path = RESULTS / f"{name_of(costs)}.json"
     if not path.exists():
         return {}
     kept = json.loads(path.read_text())["tokens_per_s"]
     return {(kind, int(at)): Found(**one) for kind, places in kept.items() for at, one in places.items()}
 
 
-def virtual(rounds: int, seeds: Sequence[int], concurrencies: Sequence[int], keep: bool) -> bool:
-    found = earlier() if keep else {}
+def virtual(rounds: int, seeds: Sequence[int], concurrencies: Sequence[int], keep: bool, costs: str) -> bool:
+    found = earlier(costs) if keep else {}
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as processes:
         for concurrency in concurrencies:
-            for kind, one in compare(concurrency, rounds, seeds, run=processes.map).items():
+            for kind, one in compare(concurrency, rounds, seeds, run=processes.map, costs=costs).items():
                 found[kind, concurrency] = one
                 print(*row(kind, concurrency, one), sep="  ", flush=True)
 
@@ -247,7 +292,7 @@ def virtual(rounds: int, seeds: Sequence[int], concurrencies: Sequence[int], kee
     facts: dict[str, dict[int, Any]] = {}
     for (kind, concurrency), one in found.items():
         facts.setdefault(kind, {})[concurrency] = asdict(one)
-    publish("misbehaving", HEADER, rows, {"seeds": list(seeds), "tokens_per_s": facts}, draw)
+    publish(name_of(costs), HEADER, rows, {"seeds": list(seeds), "tokens_per_s": facts}, draw, "misbehaving")
     return all(one.is_reached for one in found.values())
 
 
@@ -262,10 +307,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=300, help="rounds of each place for a request that are counted")
     parser.add_argument("--concurrency", default=",".join(map(str, CONCURRENCIES)))
     parser.add_argument("--keep", action="store_true", help="keep other concurrencies from the result file")
+    parser.add_argument("--costs", default="gpu", choices=tuple(COSTS))
     given = parser.parse_args()
     places = [int(text) for text in given.concurrency.split(",")]
     seeds = range(FIRST_SEED, FIRST_SEED + given.seeds)
-    return 0 if virtual(given.rounds, seeds, places, given.keep) else 1
+    return 0 if virtual(given.rounds, seeds, places, given.keep, given.costs) else 1
 
 
 if __name__ == "__main__":

@@ -33,6 +33,9 @@ _BETTER, _MUCH_BETTER = 1.001, 1.01
 """How much faster the rest must have been where nothing is lost, and where something is: a window is a sample."""
 _EARLY: Final = 0.05
 """And how much more for each window that is missing in a part of one: what stops rounds is not waited with."""
+_NEW: Final = 0.25
+"""Part of a window for which the time of drafting is not held against drafting: it may be that of one who is left out
+as soon as he is known, and without rounds that draft nobody gets known."""
 _SHORTEST_S: Final = 1e-9
 _TRIALS: Final = 8
 """The latest rounds in which a drafter that is left out was tried."""
@@ -139,6 +142,7 @@ class Panel:
         """Drafters that are asked whatever they bring: what they cost shows elsewhere."""
         self.num_changes = 0
         self._rounds: list[PanelRound] = []
+        self._num_seen = 0
         self._absent: dict[str, _Absence] = {}
         self._patience: dict[str, int] = {}
 
@@ -166,23 +170,41 @@ class Panel:
         return bool(self._absent) and not self._absent.keys().isdisjoint(drafter_ids)
 
     def learn(self, done: PanelRound, num_requests: int = 1) -> bool:
-        """`num_requests`: of the verify step. Returns whether the panel has changed."""
+        """`num_requests`: of the verify step. Returns whether learned draft times are void: others are waited for from
+        now on, or nobody knows yet whom rounds will wait for."""
         if self.is_trial(done.answers):
             return self._learn_of_trial(done)
         self._rounds.append(done)
         size = WINDOW + _WINDOW_PER_REQUEST * (num_requests - 1)
-        part = size / len(self._rounds)
-        if len(self._rounds) not in (size // 8, size // 4, size // 2) and part > 1:
+        is_new = self._num_seen < size * _NEW and len(done.answers) > 1
+        self._num_seen += is_new
+        return self._judge(size) or is_new
+
+    def _judge(self, size: int) -> bool:
+        """Judge by what there is of a window of `size` rounds, where it is time to. Returns whether somebody was left
+        out."""
+        count, eighth = len(self._rounds), size // 8
+        if count >= size or count in (size // 4, size // 2):
+            left = self._leave_out(played := _Played(self._rounds), _EARLY * max(size / count - 1, 0))
+            if count >= size or left:
+                self._keep(set(played.drafter_ids) - left)
+                return bool(left)
+        if count % eighth:
             return False
-        played = _Played(self._rounds)
-        left = self._leave_out(played, _EARLY * max(part - 1, 0))
-        if part > 1 and not left:
-            return False
-        for drafter_id in set(played.drafter_ids) - left:
+        # A drafter may turn slow at any time. One pause of the machine is none of its doing.
+        latest = self._rounds[-eighth:]
+        latest.remove(max(latest, key=lambda one: one.draft_seconds))
+        left = self._leave_out(played := _Played(latest), _EARLY * (size / eighth - 1))
+        if left:
+            self._keep(set(played.drafter_ids) - left)
+        return bool(left)
+
+    def _keep(self, drafter_ids: Set[str]) -> None:
+        """A window is over, and these stay."""
+        for drafter_id in drafter_ids:
             if drafter_id in self._patience:
                 self._patience[drafter_id] = max(self._patience[drafter_id] // 2, _AFTER)
         self._rounds.clear()
-        return bool(left)
 
     def forget(self, drafter_id: str) -> None:
         """It is gone, or another model stands behind its name now."""

@@ -74,16 +74,17 @@ def load_model(
     `lean`: compute with a decoder of our own where one is known and gives the model's numbers, else by its modules.
     `native`: what lies between products by compiled kernels, where CPU and compiler allow it.
 
-    `dtype` auto: bfloat16 where a short measurement shows that it is faster than float32. Raises ModelRefused, naming
-    the model and the reason, for what is not a decoder-only model whose attention is a registered function.
+    `dtype` auto: see choose_dtype. Raises ModelRefused, naming the model and the reason, for what is not a decoder-only
+    model whose attention is a registered function.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     transformers.utils.logging.disable_progress_bar()
     name = str(path_or_id)
     chosen_device = choose_device(device)
-    chosen_dtype = choose_dtype(dtype, chosen_device)
-    model = _load_weights(name, chosen_dtype, revision).to(chosen_device).eval()
+    config = _read_config(name, revision)
+    chosen_dtype = choose_dtype(dtype, chosen_device, config.get_text_config(decoder=True).dtype)
+    model = _load_weights(name, config, chosen_dtype, revision).to(chosen_device).eval()
     tokenizer = load_tokenizer(path_or_id, revision)
     shape = _kv_shape(name, model, chosen_dtype, chosen_device)
     limit = _context_limit(name, model.config)
@@ -104,14 +105,19 @@ def load_model(
     return LoadedModel(model, tokenizer, info, shape, heads, num_embeddings, num_logits, _selects_rows(model), decoder)
 
 
-def _load_weights(name: str, dtype: torch.dtype, revision: str | None) -> Any:
+def _read_config(name: str, revision: str | None) -> Any:
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        config: Any = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelRefused(f"{name}: {error}") from error
-    kind = type(config).__name__.removesuffix("Config")
     if getattr(config, "is_encoder_decoder", False):
+        kind = type(config).__name__.removesuffix("Config")
         raise ModelRefused(f"{name}: {kind} is an encoder-decoder model; only decoder-only models can be served")
+    return config
+
+
+def _load_weights(name: str, config: Any, dtype: torch.dtype, revision: str | None) -> Any:
+    kind = type(config).__name__.removesuffix("Config")
     try:
         return AutoModelForCausalLM.from_pretrained(
             name,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
 
 import torch
-from torch.nn import functional
 
 from moot.core.errors import ConfigError
 
@@ -15,6 +14,10 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+
+BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16")
+"""Instructions with which products in bfloat16 are faster than in float32. Others may have such, too (ARM's `bf16`):
+they were not tried, and `--dtype bfloat16` says it for them."""
 
 
 def choose_device(device: str) -> torch.device:
@@ -27,22 +30,24 @@ def choose_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+def choose_dtype(
+    dtype: str, device: torch.device, stored: torch.dtype | None = None, features: Mapping[str, object] | None = None
+) -> torch.dtype:
+    """`stored`: what the model's config says its weights are; None: nothing. `features`: of the CPU, as torch names
+    them; None: those of this one. Raises ConfigError for an unknown name."""
     if dtype in DTYPES:
         return DTYPES[dtype]
     if dtype != "auto":
         raise ConfigError(f"dtype {dtype} is not auto, {', '.join(DTYPES)}")
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if _linear_seconds(torch.bfloat16) < _linear_seconds(torch.float32) else torch.float32
+    return cpu_dtype(torch.cpu.get_capabilities() if features is None else features, stored)
 
 
-def _linear_seconds(dtype: torch.dtype) -> float:
-    """Best of five of a product as verification has it: 8 rows, a weight larger than the cache of a core."""
-    weight, rows = torch.zeros(4096, 1024, dtype=dtype), torch.zeros(8, 1024, dtype=dtype)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        functional.linear(rows, weight)
-        best = min(best, time.perf_counter() - start)
-    return best
+def cpu_dtype(features: Mapping[str, object], stored: torch.dtype | None) -> torch.dtype:
+    """What `auto` is on a CPU: bfloat16 where it multiplies such numbers, else float32. A pure function, no
+    measurement: verifiers that start under different load must not compute different texts. Who stores float64 has a
+    reason to, so that this stays."""
+    if stored is torch.float64:
+        return torch.float64
+    return torch.bfloat16 if any(features.get(name) is True for name in BFLOAT16_FEATURES) else torch.float32

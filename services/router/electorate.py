@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moot.core.errors import InvalidRequest
@@ -20,6 +21,9 @@ _log = logging.getLogger("moot.router.drafters")
 
 DRAFTING_ROUNDS = 50
 MIN_DRAFTING_SHARE = 0.1
+TRIED_IN = 4
+"""Of so many requests one prepares drafters that are left out, so that they may be tried in it: reading every prompt
+for nothing takes a machine's cores from the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,10 @@ class Electorate:
         self.sources: dict[str, DrafterSource] = {}
         self._left_out: dict[str, str] = {}
         self._num_panel_changes = 0
+        self._available: frozenset[str] = frozenset()
+        self.gone: frozenset[str] = frozenset()
+        """Drafters in other processes that could be asked once and cannot now."""
+        self._num_opened = 0
         self.drafting_share = 1.0
         """Of late, the part of the rounds whose K is left to the policy that drafted; fading."""
 
@@ -67,7 +75,24 @@ class Electorate:
         chosen = [source for source in chosen if num_speculative_tokens != 0 and source.serves(prefix)]
         drafter_ids = [source.drafter_id for source in chosen]
         policy = self.policy.open(drafter_ids, num_speculative_tokens, is_chosen=names is not None)
-        return Voters(self, prefix, chosen, policy, num_speculative_tokens is None)
+        spared = frozenset[str]() if names is not None else self._spared(drafter_ids)
+        return Voters(self, prefix, chosen, policy, num_speculative_tokens is None, spared)
+
+    def _spared(self, drafter_ids: list[str]) -> frozenset[str]:
+        """Those of the next request's drafters that are left out and not even tried in it."""
+        left_out = self.policy.panel.left_out.keys() & drafter_ids
+        if not left_out or len(left_out) == len(drafter_ids):
+            return frozenset()
+        self._num_opened += 1
+        return frozenset() if self._num_opened % TRIED_IN == 0 else frozenset(left_out)
+
+    def note_available(self, drafter_ids: Iterable[str]) -> None:
+        """Drafters in other processes that can be asked now. Where one has gone, or is ejected, rounds wait for others:
+        what drafting took with it would keep rounds from drafting without it."""
+        before, self._available = self._available, frozenset(drafter_ids)
+        self.gone = (self.gone | before) - self._available
+        if before - self._available:
+            self.policy.draft_cost.forget()
 
     def admit_inside(self, drafter_id: str, family: str) -> None:
         """A verifier has said that it holds this drafter. It stays known when that one goes: others may hold it."""
@@ -115,8 +140,11 @@ class Voters:
         sources: list[DrafterSource],
         policy: RequestPolicy,
         is_adaptive: bool,
+        spared: frozenset[str] = frozenset(),
     ) -> None:
+        """`spared`: drafters that are left out and not asked in this request at all, while others are."""
         self._electorate = electorate
+        self._spared = spared
         self._metrics = electorate.metrics
         self._ballots = electorate.ballots
         self._policy = policy
@@ -128,6 +156,9 @@ class Voters:
         self._loop = asyncio.get_running_loop()
         self._asked_at = 0.0
         self._last_length: int | None = None
+        self._asked: list[str] = []
+        self._waited_for: list[str] = []
+        """Drafters that the round now drafting has asked, and those that the one collected last had asked."""
         self._answers: dict[str, float | None] = {}
         """Of the round that was collected last: seconds until each answer, None where it missed the vote."""
         self.num_top_candidates = 0
@@ -140,7 +171,8 @@ class Voters:
         if self._hardly_drafts:
             return
         for drafter in self._drafters:
-            drafter.prepare()
+            if drafter.drafter_id not in self._spared:
+                drafter.prepare()
 
     def plan(self, generation: Generation, context_limit: int, max_draft_tokens: int) -> Plan:
         """What the next round may spend; `max_draft_tokens`: what the verifier takes."""
@@ -162,6 +194,7 @@ class Voters:
         """Ask the drafters; the answers come into the box. Dear ones only where those that have answered by then, which
         takes no time, are not sure."""
         self._asked_at = self._loop.time()
+        self._asked = []
         ballots = self._ballots
         box = BallotBox(
             self._loop, soft_s=ballots.soft_deadline_s, hard_s=ballots.hard_deadline_s, quorum=ballots.quorum
@@ -169,19 +202,26 @@ class Voters:
         if plan.num_speculative_tokens:
             chosen = self._chosen()
             dear = [drafter for drafter in chosen if self._policy.is_dear(drafter.answer_seconds)]
-            for drafter in chosen:
-                if drafter not in dear:
-                    drafter.ask(box, plan.num_speculative_tokens, ballots.width)
+            self._put(box, plan, [drafter for drafter in chosen if drafter not in dear])
             if dear and not self._policy.is_sure(plan, self._cast_so_far(box, plan)):
-                for drafter in dear:
-                    drafter.ask(box, plan.num_speculative_tokens, ballots.width)
+                self._put(box, plan, dear)
             else:
                 self._metrics.asks_spared.inc(len(dear))
         return box
 
+    def _put(self, box: BallotBox, plan: Plan, drafters: list[Drafter]) -> None:
+        for drafter in drafters:
+            if drafter.ask(box, plan.num_speculative_tokens, self._ballots.width):
+                self._asked.append(drafter.drafter_id)
+
     def _chosen(self) -> list[Drafter]:
         """Whom this round asks."""
-        chosen = self._policy.choose([drafter.drafter_id for drafter in self._drafters])
+        candidates = [drafter.drafter_id for drafter in self._drafters]
+        if self._spared:
+            # One that has come back meanwhile is asked again.
+            spared = self._spared & self._electorate.policy.panel.left_out.keys()
+            candidates = [one for one in candidates if one not in spared] or candidates
+        chosen = self._policy.choose(candidates)
         return (
             self._drafters
             if len(chosen) == len(self._drafters)
@@ -199,6 +239,7 @@ class Voters:
     async def collect(self, box: BallotBox, plan: Plan, vocab_size: int) -> list[Proposal]:
         """The proposals that may vote, once the box has closed; every other one is dropped and counted."""
         missed = await box.close()
+        self._waited_for = self._asked
         self._answers = {drafter_id: at - self._asked_at for drafter_id, at in box.answered_at.items()}
         for drafter in missed:
             self._answers[drafter.drafter_id] = None
@@ -243,6 +284,9 @@ class Voters:
         # Drafting inside the verifier was asked for by this plan, too, and is paid by this round.
         draft_seconds += verification.inside_us * 1e-6
         self._policy.learn(plan, result, advance, verification, draft_seconds, round_seconds, self._answers)
+        if not self._electorate.gone.isdisjoint(self._waited_for):
+            # It went while this round waited for it, which no other will.
+            self._electorate.policy.draft_cost.forget()
         self._electorate.publish_panel()
 
     def hear_inside(self, verification: Verification) -> None:

@@ -138,7 +138,9 @@ class Peers:
         _count_states(self._metrics, "verifier", self.targets.all_links)
         _count_states(self._metrics, "drafter", [link for pool in self.pools.values() for link in pool.links.values()])
         drafts = self._config.num_speculative_tokens > 0
-        alone = drafts and not self.local and not any(pool.is_available for pool in self.pools.values())
+        available = [drafter_id for drafter_id, pool in self.pools.items() if pool.is_available]
+        self.electorate.note_available(available)
+        alone = drafts and not self.local and not available
         alone = alone and not self.targets.drafts
         self._metrics.degraded.labels("no_drafters").set(alone)
         self._metrics.degraded.labels("no_verifiers").set(not self.targets.is_available)

@@ -98,6 +98,34 @@ def test_what_stops_rounds_is_not_waited_with() -> None:
     assert absent not in twins.left_out
 
 
+def test_one_that_turns_slow_is_left_out_at_once() -> None:
+    """Whoever begins to stop rounds in the midst of a window is not waited for until its end; one pause of a machine,
+    in a round of anybody's, is not taken for that."""
+    panel = Panel()
+    bringing: dict[str, tuple[int, float | None]] = {"weak": (1, 0.0), "other": (4, 0.001)}
+    play(panel, bringing, WINDOW // 2 + 1)
+    assert not panel.left_out
+    play(panel, {**bringing, "other": (4, 0.2)}, WINDOW // 4)
+    assert set(panel.left_out) == {"other"}
+    pausing = Panel()
+    play(pausing, bringing, WINDOW // 2 + 1)
+    play(pausing, {**bringing, "other": (4, 0.2)}, 1)
+    play(pausing, bringing, WINDOW // 4)
+    assert not pausing.left_out
+
+
+def test_draft_times_count_once_it_is_known_who_is_waited_for() -> None:
+    """Before a part of the first window is over, and whenever the panel changes, what drafting took is not held against
+    drafting; where there is one drafter there is nobody to choose, and it counts at once."""
+    panel = Panel()
+    says = {**GOOD, "other": (5, 0.02)}
+    void = [panel.learn(a_round(says)) for _ in range(WINDOW - 1)]
+    num_void = void.index(False)
+    assert 8 <= num_void <= WINDOW // 2
+    assert not any(void[num_void:])
+    assert not Panel().learn(a_round(GOOD))
+
+
 def test_one_that_becomes_good_comes_back() -> None:
     """A drafter that is left out and then brings something is asked in every round again soon, and stays."""
     panel = Panel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 from moot.core.errors import ConfigError, ModelRefused
 from moot.model.inputs import SequenceInput
 from moot.model.load import load_model
-from moot.model.placement import choose_dtype
+from moot.model.placement import choose_dtype, cpu_dtype
 from moot.model.runner import ModelRunner
 from moot.model.tiny import byte_tokenizer, make_tiny_model
 
@@ -151,10 +152,51 @@ def test_revision_tells_weights_apart(tmp_path: Path) -> None:
     assert one == same != other
 
 
-def test_dtype_is_chosen_or_measured() -> None:
-    cpu = torch.device("cpu")
-    assert choose_dtype("float64", cpu) is torch.float64
-    assert choose_dtype("auto", cpu) in (torch.bfloat16, torch.float32)
+_FAST: dict[str, object] = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": True}
+_AMX: dict[str, object] = {"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": True}
+_PLAIN: dict[str, object] = {"architecture": "x86_64", "avx2": True, "avx512_f": True, "avx512_bf16": False}
+_ARM: dict[str, object] = {"architecture": "aarch64", "bf16": True, "neon": True}
+
+
+@pytest.mark.parametrize(
+    ("features", "stored", "dtype"),
+    [
+        (_FAST, torch.bfloat16, torch.bfloat16),
+        (_FAST, torch.float32, torch.bfloat16),
+        (_FAST, torch.float16, torch.bfloat16),
+        (_FAST, None, torch.bfloat16),
+        (_FAST, torch.float64, torch.float64),
+        (_AMX, torch.bfloat16, torch.bfloat16),
+        (_PLAIN, torch.bfloat16, torch.float32),
+        (_PLAIN, torch.float16, torch.float32),
+        (_PLAIN, None, torch.float32),
+        (_PLAIN, torch.float64, torch.float64),
+        (_ARM, torch.bfloat16, torch.float32),
+        ({}, torch.bfloat16, torch.float32),
+    ],
+)
+def test_dtype_auto_follows_from_features_and_model(
+    features: dict[str, object], stored: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    """On a CPU `auto` follows from what the CPU can do and how the model is stored, never from a measurement."""
+    assert choose_dtype("auto", torch.device("cpu"), stored, features) is dtype
+
+
+def test_dtype_named_is_dtype_taken() -> None:
+    """A dtype that is named wins over what `auto` would be."""
+    assert choose_dtype("float32", torch.device("cpu"), torch.bfloat16, _FAST) is torch.float32
+    assert choose_dtype("bfloat16", torch.device("cpu"), torch.float64, _PLAIN) is torch.bfloat16
+
+
+def test_dtype_auto_of_a_loaded_model_is_that_of_this_cpu(tmp_path: Path) -> None:
+    """Loading asks for the features of this CPU and for the dtype that the model's own config states."""
+    folder = make_tiny_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    capabilities = torch.cpu.get_capabilities()
+    stored = getattr(torch, config["dtype"])
+    assert load_model(folder).kv_shape.dtype is cpu_dtype(capabilities, stored)
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float64"}))
+    assert load_model(folder).kv_shape.dtype is torch.float64
 
 
 @pytest.mark.parametrize("arguments", [{"dtype": "int8"}, {"device": "quantum"}])

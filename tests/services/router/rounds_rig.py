@@ -180,7 +180,7 @@ async def rig(
             strikes or StrikePolicy(eject_s=0.5, warm_up_s=0.05),
             lambda: targets.fingerprint,
             metrics,
-            lambda: None,
+            lambda: electorate.note_available(one.drafter_id for one in pools.values() if one.is_available),
             bundle.admit,
             round(1000 * ballots.hard_deadline_s),
         )

@@ -8,8 +8,10 @@ import pytest
 from rounds_rig import request, rig
 
 from moot.core.panel import USELESS, WINDOW
-from moot.testing import ScriptedDrafter, ScriptedText
-from services.router.electorate import BallotPolicy
+from moot.testing import Manner, ScriptedDrafter, ScriptedText
+from services.router.electorate import TRIED_IN, BallotPolicy
+from services.router.links import PeerState
+from services.router.strikes import StrikePolicy
 
 TEXT = ScriptedText()
 PROMPT = b"the moot debates"
@@ -52,5 +54,58 @@ def test_a_drafter_that_brings_nothing_is_left_out(asks: str) -> None:
             outcome = await running.generate(request(PROMPT, max_tokens=40, drafters=("wrong", "good")))
             assert wrong.counts["propose"] - before == outcome.metrics.num_rounds
             await running.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_one_that_is_left_out_reads_few_prompts() -> None:
+    """Only requests in which a drafter that is left out may be tried tell it their prompts: reading takes the cores of
+    those who work. It is tried in these all the same, and is asked in all of a request that names it."""
+
+    async def main() -> None:
+        good, wrong = ScriptedDrafter(TEXT, spoil=0.0), ScriptedDrafter(TEXT, spoil=1.0)
+        async with rig(
+            text=TEXT, drafters={"good": [good], "wrong": [wrong]}, ballots=PATIENT, asks="paying"
+        ) as router:
+            while not router.counter("drafters_left_out", drafter="wrong", reason=USELESS):
+                await router.generate(request(PROMPT, max_tokens=120))
+            opened = {one: one.counts["open"] for one in (good, wrong)}
+            asked = wrong.counts["propose"]
+            number = 0
+            async with asyncio.timeout(60):
+                while wrong.counts["propose"] == asked or number < 4 * TRIED_IN:
+                    await router.generate(request(PROMPT, max_tokens=120))
+                    number += 1
+            assert good.counts["open"] - opened[good] == number
+            assert wrong.counts["open"] - opened[wrong] == number // TRIED_IN
+            await router.generate(request(PROMPT, max_tokens=20, drafters=("good", "wrong")))
+            assert wrong.counts["open"] - opened[wrong] == number // TRIED_IN + 1
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+def test_what_an_ejected_drafter_cost_is_forgotten() -> None:
+    """Rounds wait for a silent drafter until it is ejected. From then on nobody waits for it, and what drafting took
+    with it does not keep them from drafting without it."""
+
+    async def main() -> None:
+        good, silent = ScriptedDrafter(TEXT, spoil=0.0), ScriptedDrafter(TEXT, manner=lambda: Manner.SILENT)
+        ballots = BallotPolicy(soft_deadline_s=0.4, hard_deadline_s=0.4)
+        strikes = StrikePolicy(eject_s=600, warm_up_s=0.0)
+        drafters = {"good": [good], "silent": [silent]}
+        async with rig(text=TEXT, drafters=drafters, ballots=ballots, strikes=strikes, length="goodput") as router:
+            (link,) = router.pools["silent"].links.values()
+            cost = router.electorate.policy.draft_cost
+            dearest = 0.0
+            while link.state is not PeerState.EJECTED:
+                # K is fixed, so that it is asked: what drafting costs is learned all the same.
+                await router.generate(request(PROMPT, max_tokens=4, num_speculative_tokens=2))
+                dearest = max(dearest, cost.seconds(6))
+            assert dearest > 0.1
+            assert cost.seconds(6) < 0.1
+            outcome = await router.generate(request(PROMPT, max_tokens=60))
+            assert outcome.metrics.num_accepted_tokens > 20
+            await router.nothing_left()
 
     asyncio.run(main())
