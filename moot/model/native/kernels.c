@@ -15,6 +15,7 @@
 #define MOST_DIM 256
 #define OUTPUTS 32   /* outputs of a product whose weights lie together */
 #define MOST_ROWS 12 /* rows for which a block of weights is read once */
+#define AHEAD 32     /* pairs that are fetched before they are multiplied, so that products wait for memory alone */
 
 typedef uint16_t bf16;
 
@@ -85,6 +86,8 @@ static inline __attribute__((always_inline)) void dot(const __m512i *weight, con
                                                       __m512 sum[][2], const int rows) {
     for (int row = 0; row < rows; row++) sum[row][0] = sum[row][1] = _mm512_setzero_ps();
     for (int64_t pair = 0; pair < inputs / 2; pair++) {
+        for (int half = 0; half < 2; half++)
+            _mm_prefetch((const char *)(weight + 2 * (pair + AHEAD) + half), _MM_HINT_T0);
         __m512bh low = (__m512bh)_mm512_load_si512(weight + 2 * pair);
         __m512bh high = (__m512bh)_mm512_load_si512(weight + 2 * pair + 1);
         for (int row = 0; row < rows; row++) {
