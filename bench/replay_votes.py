@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,13 @@ class VotesConfig:
     budgets: tuple[int, ...] = option((7, 15), help="draft tokens of the trees")
 
 
+def over_texts(num_texts: int, value: Callable[[Sequence[int]], float]) -> tuple[float, float]:
+    """95 % interval of a value of some texts: of as many, drawn with replacement, each time the same ones."""
+    draw = random.Random(0)
+    found = sorted(value(draw.choices(range(num_texts), k=num_texts)) for _ in range(SAMPLES))
+    return found[round(0.025 * SAMPLES)], found[round(0.975 * SAMPLES) - 1]
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Per text, in the order of the recording: rounds, accepted and drafted tokens."""
@@ -46,15 +53,12 @@ class Counts:
     def length(self) -> float:
         return 1 + sum(self.accepted) / max(sum(self.rounds), 1)
 
+    def of(self, texts: Sequence[int]) -> float:
+        """Acceptance length over some of the texts, which may be named more than once."""
+        return 1 + sum(self.accepted[i] for i in texts) / max(sum(self.rounds[i] for i in texts), 1)
+
     def interval(self) -> tuple[float, float]:
-        draw = random.Random(0)
-        places = range(len(self.rounds))
-        found = []
-        for _ in range(SAMPLES):
-            chosen = draw.choices(places, k=len(places))
-            found.append(1 + sum(self.accepted[i] for i in chosen) / max(sum(self.rounds[i] for i in chosen), 1))
-        found.sort()
-        return found[round(0.025 * SAMPLES)], found[round(0.975 * SAMPLES) - 1]
+        return over_texts(len(self.rounds), self.of)
 
     def row(self, name: str, single: float, bound: float) -> list[str]:
         low, high = self.interval()
