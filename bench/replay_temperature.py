@@ -11,7 +11,7 @@ replacement (seed 0), both ways on the same ones.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -66,7 +66,7 @@ class TemperatureConfig:
         help="drafters without one, the first of which is shown by itself",
     )
     num_speculative_tokens: int = option(4, help="K (or -k)")
-    width: int = option(4, help="proposals that each drafter makes")
+    widths: tuple[int, ...] = option((1, 4), help="proposals that each drafter makes")
     budgets: tuple[int, ...] = option((7, 15), help="draft tokens of the trees")
     max_tokens: int = option(128, help="longest text, in tokens")
     dtype: str = option("auto", help="number format of the target")
@@ -86,7 +86,7 @@ def recorded(
     machine = Machine(num_threads=config.num_threads or None)
     prompts = read_prompts(config.prompts, config.held_out, config.limit)
     meta, texts = make_texts(folder, replace(plan, temperature=temperature), machine, prompts, say)
-    asking = Asking(config.num_speculative_tokens, config.width)
+    asking = Asking(config.num_speculative_tokens, max(config.widths))
     models, points = parse_entries(config.models, "--models"), parse_entries(config.points, "--points")
     entries = [*points, *(in_way(entry, way) for entry in models for way in WAYS)]
     for entry in entries:
@@ -94,7 +94,14 @@ def recorded(
     return Replay(open_recording(folder, [entry.drafter_id for entry in entries]))
 
 
-def compared(replay: Replay, base: Policies, models: list[str], points: list[str], budgets: tuple[int, ...]) -> Table:
+def compared(
+    replay: Replay,
+    base: Policies,
+    models: Sequence[str],
+    points: Sequence[str],
+    widths: Sequence[int],
+    budgets: Sequence[int],
+) -> Table:
     """Per line and way the counts. Lines of drafters without a distribution have one, for all ways."""
     found: Table = {}
     for model in models:
@@ -102,14 +109,17 @@ def compared(replay: Replay, base: Policies, models: list[str], points: list[str
     found[f"{points[0]} alone"] = {"": counts_of(replay, base.with_only(points[0]))}
     shapes = {"voted chain": replace(base, shape="chain")}
     shapes |= {f"tree of {budget}": replace(base, shape="tree", max_draft_tokens=budget) for budget in budgets}
-    for name, policies in shapes.items():
-        found[f"{name}, without {' and '.join(models)}"] = {
-            "": counts_of(replay, replace(policies, drafter_ids=tuple(points)))
-        }
-        found[f"{name}, all"] = {
-            way: counts_of(replay, replace(policies, drafter_ids=(*points, *(f"{model}_{way}" for model in models))))
-            for way in WAYS
-        }
+    for name, shape in shapes.items():
+        for width in widths:
+            policies = replace(shape, width=width)
+            found[f"{name}, {width} each"] = {
+                way: counts_of(
+                    replay, replace(policies, drafter_ids=(*points, *(f"{model}_{way}" for model in models)))
+                )
+                for way in WAYS
+            }
+        alone = counts_of(replay, replace(shape, width=max(widths), drafter_ids=tuple(points)))
+        found[f"{name}, {max(widths)} each, without {' and '.join(models)}"] = {"": alone}
     return found
 
 
@@ -134,14 +144,19 @@ def main() -> int:
     target = cache(lambda: target_runner(plan, machine))
     models = [entry.drafter_id for entry in parse_entries(config.models, "--models")]
     points = [entry.drafter_id for entry in parse_entries(config.points, "--points")]
-    base = Policies(num_speculative_tokens=config.num_speculative_tokens, width=config.width)
+    base = Policies(num_speculative_tokens=config.num_speculative_tokens)
     rows: list[list[str]] = []
-    facts: dict[str, Any] = {"k": config.num_speculative_tokens, "width": config.width, "lengths": {}, "intervals": {}}
+    facts: dict[str, Any] = {
+        "k": config.num_speculative_tokens,
+        "widths": config.widths,
+        "lengths": {},
+        "intervals": {},
+    }
     tables: dict[float, Table] = {}
     for temperature in config.temperatures:
         say(f"temperature {temperature}")
         replay = recorded(config, temperature, target, plan)
-        tables[temperature] = found = compared(replay, base, models, points, config.budgets)
+        tables[temperature] = found = compared(replay, base, models, points, config.widths, config.budgets)
         rows += [row(temperature, name, counts) for name, counts in found.items()]
         facts["lengths"][temperature] = {
             name: {way: one.length for way, one in counts.items()} for name, counts in found.items()

@@ -30,7 +30,7 @@ def test_coupled_drafts_of_the_target_itself_are_always_right(tmp_path: Path, mo
     arguments = ["--target", str(target), "--prompts", str(prompts), "--out", str(tmp_path / "out"), "-k", str(K)]
     arguments += ["--temperatures", "1.0,1.5", "--max-tokens", "41", "--dtype", "float32", "--num-threads", "1"]
     models = f"same=neural:model={target}:dtype=float32:device=cpu:num_threads=1,other=heads:path={head}"
-    arguments += ["--models", models, "--points", "suffix,recycling", "--width", "1"]
+    arguments += ["--models", models, "--points", "suffix,recycling", "--widths", "1,2"]
     monkeypatch.setattr(sys, "argv", ["replay_temperature", *arguments])
     assert main() == 0
     facts = json.loads((tmp_path / "results" / "replay_temperature.json").read_text())
@@ -43,8 +43,8 @@ def test_coupled_drafts_of_the_target_itself_are_always_right(tmp_path: Path, mo
         assert alone["coupled"] == K + 1
         assert all(alone[way] < K + 0.8 for way in WAYS if way != "coupled")
         assert alone["independent"] < K
-        assert set(lengths["tree of 7, all"]) == set(lengths["other alone"]) == set(WAYS)
-        assert lengths["tree of 15, all"]["coupled"] > lengths["tree of 15, without same and other"][""]
+        assert set(lengths["tree of 7, 1 each"]) == set(lengths["other alone"]) == set(WAYS)
+        assert lengths["tree of 15, 2 each"]["coupled"] > lengths["tree of 15, 2 each, without same and other"][""]
     assert main() == 0
     assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.npz")}
     assert facts == json.loads((tmp_path / "results" / "replay_temperature.json").read_text())
