@@ -177,7 +177,7 @@ def main() -> int:
             axes.set_yticks([index + 0.3 for index in range(len(names))], names if place == 0 else [""] * len(names))
             axes.set(xlabel=f"mean acceptance length, T = {temperature}")
             axes.invert_yaxis()
-        figure.axes[-1].legend()
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(WAYS))
 
     publish("replay_temperature", HEADER, rows, facts, draw)
     return 0
