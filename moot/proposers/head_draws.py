@@ -26,7 +26,8 @@ _MOST_OF_NUCLEUS = 128
 """A nucleus of more tokens than this is taken to be the whole vocabulary."""
 
 Drawn = tuple[int, float]
-"""A token id and its probability in the head's own softmax."""
+"""A token id and its probability in the head's own softmax; where it was drawn with noise, in that of logit / T + G, so
+that of several tokens the one that was drawn first has the highest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,11 @@ class HeadDraws:
         count = min(max(widths), known.shape[1])
         best, columns = scores.max(1, keepdim=True) if count == 1 else scores.topk(count, 1)
         shares = (known.gather(1, columns) - totals[:, None]).exp()
+        if hot := [row for row, place in enumerate(places) if not place.params.is_greedy and not place.has_rules]:
+            # The noise is known: who is far ahead with it is right more often than who was likely without it.
+            drawn = torch.tensor(hot, device=shares.device)
+            given_noise = (best[drawn] - scores[drawn].logsumexp(1, keepdim=True)).exp()
+            shares = shares.index_copy(0, drawn, given_noise)
         # One transfer of what may lie on a device.
         numbers = torch.cat((columns.double(), shares.double(), best.double()), 1).tolist()
         found: list[list[Drawn]] = []

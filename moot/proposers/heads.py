@@ -4,7 +4,8 @@ The state behind the last committed token and that token go in, and each step sa
 step, and all branches of each, take these steps together, so that one step of the head streams its weights once. At
 temperature > 0 tokens are drawn with the target's noise of their position (head_draws.py).
 
-Confidence byte: round(255 * p), p the probability of the token in the head's own softmax.
+Confidence byte: round(255 * p), p the probability of the token in the head's own softmax, at temperature > 0 in that of
+the scores that it was drawn by, noise included.
 """
 
 from __future__ import annotations

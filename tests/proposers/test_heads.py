@@ -245,3 +245,17 @@ def test_packed_products_are_those_of_the_head(tmp_path: Path) -> None:
         assert float(apart) < 0.05 * float((head.advance(states, embedded) - states).abs().max())
         expected = head.logits(states, rows)
         assert float((fast.logits(states) - expected).abs().max()) < 0.02 * float(expected.abs().max())
+
+
+def test_what_was_drawn_first_is_the_surest(runner: ModelRunner, head_folder: Path) -> None:
+    """At temperature > 0 the chains of a wide ask stand in the order of their draw, and so do their confidences: the
+    vote may trust them as it trusts greedy ones, though the likeliest token need not be drawn."""
+    drafter = made(runner, head_folder)
+    unlikely = 0
+    for seed in range(30):
+        params = SamplingParams(temperature=20.0, seed=seed)
+        chains = drafter.propose([ask(seed, params, 1, 4)])[0]
+        firsts = [chain.confidences[0] for chain in chains]
+        assert firsts == sorted(firsts, reverse=True)
+        unlikely += chains[0].token_ids != drafter.propose([ask(seed, num_tokens=1)])[0][0].token_ids
+    assert unlikely > 10
