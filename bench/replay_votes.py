@@ -2,15 +2,16 @@
 
     python -m bench.replay_votes --recording DIR [--drafters a,b,c] [--width 1] [-k 8]
 
-DIR: of `moot replay record`. Exact: the texts do not depend on drafts. The interval is over texts: the
-acceptance length of 2000 samples of as many texts, drawn with replacement (seed 0).
+DIR: of `moot replay record`. Exact: the texts do not depend on drafts. The interval is over texts: the acceptance
+length of 2000 samples of as many texts, drawn with replacement (seed 0). A second table (`replay_electorates`) says
+what each drafter brings to the others and to the best one; its intervals are those of the difference from all.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ class VotesConfig:
     budgets: tuple[int, ...] = option((7, 15), help="draft tokens of the trees")
 
 
+def over_texts(num_texts: int, value: Callable[[Sequence[int]], float]) -> tuple[float, float]:
+    """95 % interval of a value of some texts: of as many, drawn with replacement, each time the same ones."""
+    draw = random.Random(0)
+    found = sorted(value(draw.choices(range(num_texts), k=num_texts)) for _ in range(SAMPLES))
+    return found[round(0.025 * SAMPLES)], found[round(0.975 * SAMPLES) - 1]
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Per text, in the order of the recording: rounds, accepted and drafted tokens."""
@@ -46,15 +54,12 @@ class Counts:
     def length(self) -> float:
         return 1 + sum(self.accepted) / max(sum(self.rounds), 1)
 
+    def of(self, texts: Sequence[int]) -> float:
+        """Acceptance length over some of the texts, which may be named more than once."""
+        return 1 + sum(self.accepted[i] for i in texts) / max(sum(self.rounds[i] for i in texts), 1)
+
     def interval(self) -> tuple[float, float]:
-        draw = random.Random(0)
-        places = range(len(self.rounds))
-        found = []
-        for _ in range(SAMPLES):
-            chosen = draw.choices(places, k=len(places))
-            found.append(1 + sum(self.accepted[i] for i in chosen) / max(sum(self.rounds[i] for i in chosen), 1))
-        found.sort()
-        return found[round(0.025 * SAMPLES)], found[round(0.975 * SAMPLES) - 1]
+        return over_texts(len(self.rounds), self.of)
 
     def row(self, name: str, single: float, bound: float) -> list[str]:
         low, high = self.interval()
@@ -115,6 +120,29 @@ def variants(base: Policies, budgets: Sequence[int]) -> dict[str, Policies]:
     return found
 
 
+def electorates(replay: Replay, base: Policies, budgets: Sequence[int], best: str) -> dict[str, list[Counts]]:
+    """The calibrated chain and trees of all drafters, without each of them, and of the best one with each other."""
+    shapes = [replace(base, shape="chain")]
+    shapes += [replace(base, shape="tree", max_draft_tokens=budget) for budget in budgets]
+    voters = {"all": replay.drafter_ids}
+    if len(replay.drafter_ids) > 2:
+        for left_out in replay.drafter_ids:
+            voters[f"without {left_out}"] = tuple(id_ for id_ in replay.drafter_ids if id_ != left_out)
+        voters |= {f"{best} and {other}": (best, other) for other in replay.drafter_ids if other != best}
+    return {
+        name: [counts_of(replay, replace(policies, drafter_ids=ids)) for policies in shapes]
+        for name, ids in voters.items()
+    }
+
+
+def compared(counts: Counts, whole: Counts) -> str:
+    """Acceptance length, and what is missing of `whole`, with its 95 % interval over texts."""
+    if counts == whole:
+        return f"{counts.length:.3f}"
+    low, high = over_texts(len(counts.rounds), lambda texts: counts.of(texts) - whole.of(texts))
+    return f"{counts.length:.3f} ({low:+.3f} to {high:+.3f})"
+
+
 def main() -> int:
     arguments = [SHORT.get(argument, argument) for argument in sys.argv[1:]]
     config = load_config(VotesConfig, arguments, prog="python -m bench.replay_votes", description=__doc__ or "")
@@ -157,6 +185,16 @@ def main() -> int:
         axes.set(xlabel=f"mean acceptance length, K = {config.num_speculative_tokens}", xlim=(1, max(lengths) * 1.08))
 
     publish("replay_votes", HEADER, rows, facts, draw)
+    voters = electorates(replay, base, config.budgets, best)
+    shapes = ("chain", *(f"tree of {budget}" for budget in config.budgets))
+    header = ("calibrated vote of", *(f"{shape} (less all, 95 %)" for shape in shapes))
+    publish(
+        "replay_electorates",
+        header,
+        [[name, *map(compared, found, voters["all"])] for name, found in voters.items()],
+        {"lengths": {name: [counts.length for counts in found] for name, found in voters.items()}},
+        script="replay_votes",
+    )
     return 0
 
 

@@ -2,8 +2,9 @@
 
     python tools/figures.py [NAME ...]
 
-docs/performance.md has a place for each measurement, between `<!-- result NAME -->` and `<!-- end -->`; it gets the
-command, the machine and the table as the measurement wrote them, and its picture. Without names: all that were run.
+docs/performance.md and docs/drafters.md have a place for each measurement, between `<!-- result NAME -->` and
+`<!-- end -->`; it gets the command, the machine and the table as the measurement wrote them, and its picture. Without
+names: all that were run.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RESULTS, DOCUMENT, FIGURES = ROOT / "bench" / "results", ROOT / "docs" / "performance.md", ROOT / "docs" / "figures"
+RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "docs" / "figures"
+DOCUMENTS = (ROOT / "docs" / "performance.md", ROOT / "docs" / "drafters.md")
 _PLACE = re.compile(r"(<!-- result (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(document: str, texts: dict[str, str]) -> str:
-    """`document` with each place whose name is in `texts` filled anew. Raises KeyError for a text without a place."""
-    if missing := texts.keys() - {match["name"] for match in _PLACE.finditer(document)}:
-        raise KeyError(f"no place for {', '.join(sorted(missing))}")
+    """`document` with each of its places whose name is in `texts` filled anew."""
 
     def fill(match: re.Match[str]) -> str:
         text = texts.get(match["name"])
@@ -31,8 +31,11 @@ def filled(document: str, texts: dict[str, str]) -> str:
 
 
 def main(names: list[str]) -> int:
-    document = DOCUMENT.read_text()
-    places = [match["name"] for match in _PLACE.finditer(document)]
+    """Raises KeyError for a name without a place."""
+    documents = {path: path.read_text() for path in DOCUMENTS}
+    places = [match["name"] for document in documents.values() for match in _PLACE.finditer(document)]
+    if missing := set(names).difference(places):
+        raise KeyError(f"no place for {', '.join(sorted(missing))}")
     texts = {}
     for name in names or places:
         if not (table := RESULTS / f"{name}.md").exists():
@@ -43,7 +46,8 @@ def main(names: list[str]) -> int:
             FIGURES.mkdir(exist_ok=True)
             shutil.copyfile(picture, FIGURES / picture.name)
             texts[name] += f"\n![{name}](figures/{picture.name})\n"
-    DOCUMENT.write_text(filled(document, texts))
+    for path, document in documents.items():
+        path.write_text(filled(document, texts))
     print(f"filled: {', '.join(texts) or 'nothing'}")
     return 0
 

@@ -11,6 +11,7 @@ from moot.client import Client
 from moot.commands.common import say, table
 from moot.commands.system import DEMO_MODEL, prepared_model
 from moot.config import load_config, option
+from moot.core.cascade import ALWAYS_ASK
 from moot.core.errors import ConfigError
 from moot.core.shapes import SHAPES
 from moot.core.speculation import LENGTHS
@@ -84,6 +85,7 @@ class ReplayConfig:
     num_speculative_tokens: int = option(8, help="greatest K (or -k)")
     max_draft_tokens: int = option(16, help="tokens of one draft, all branches of a tree together")
     width: int = option(1, help="proposals that one drafter may make")
+    cascade: float = option(ALWAYS_ASK, help="dear drafters are asked below this expected part of K; 1: always")
     drafters: tuple[str, ...] = option((), help="ids of those that vote (none: all that were recorded)")
     verify_ms: float = option(36.8, help="milliseconds of a verify step, for policies that look at time")
     verify_row_ms: float = option(0.4, help="milliseconds of each draft token in it")
@@ -107,6 +109,7 @@ class ReplayConfig:
             num_speculative_tokens=self.num_speculative_tokens,
             max_draft_tokens=self.max_draft_tokens,
             width=self.width,
+            cascade=self.cascade,
             drafter_ids=self.drafters,
             clock=Clock(step=step, overhead_s=self.overhead_ms / 1000),
         )
@@ -206,6 +209,9 @@ def report(replay: Replay, config: ReplayConfig) -> str:
             for name, coherent in (("all proposals verified", True), ("any drafter right at each depth", False))
         ]
         parts.append("bounds: " + ", ".join(bounds))
+    if policies.cascade < ALWAYS_ASK:
+        spared = ", ".join(f"{id_} in {count} rounds" for id_, count in sorted(whole.spared.items()))
+        parts.append(f"not asked: {spared or 'nobody'}")
     if policies.length != "fixed":
         parts.append(f"mean K {whole.mean_length:.2f}, by the clock {whole.tokens_per_s:.1f} tokens/s")
     return "\n\n".join(parts)

@@ -26,7 +26,8 @@ _MOST_OF_NUCLEUS = 128
 """A nucleus of more tokens than this is taken to be the whole vocabulary."""
 
 Drawn = tuple[int, float]
-"""A token id and its probability in the head's own softmax."""
+"""A token id and its probability in the head's own softmax; where it was drawn with noise, in that of logit / T + G, so
+that of several tokens the one that was drawn first has the highest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,11 @@ class HeadDraws:
         scores = self._scores(known, places) if is_hot else shares[:, :-1]
         best, columns = scores.max(1, keepdim=True) if count == 1 else scores.topk(count, 1)
         shares = shares.gather(1, columns) if is_hot else best
+        if hot := [row for row, place in enumerate(places) if not place.params.is_greedy and not place.has_rules]:
+            # The noise is known: who is far ahead with it is right more often than who was likely without it.
+            drawn = torch.tensor(hot, device=shares.device)
+            given_noise = (best[drawn] - scores[drawn].logsumexp(1, keepdim=True)).exp()
+            shares = shares.index_copy(0, drawn, given_noise)
         # One transfer of what may lie on a device; columns are below 2^24, and so exact.
         numbers = torch.cat((columns.float(), shares, best), 1).tolist()
         found: list[list[Drawn]] = []

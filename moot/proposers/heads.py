@@ -4,13 +4,14 @@ The state behind the last committed token and that token go in, and each step sa
 step, and all branches of each, take these steps together, so that one step of the head streams its weights once. At
 temperature > 0 tokens are drawn with the target's noise of their position (head_draws.py).
 
-Confidence byte: round(255 * p), p the probability of the token in the head's own softmax.
+Confidence byte: round(255 * p), p the probability of the token in the head's own softmax, at temperature > 0 in that of
+the scores that it was drawn by, noise included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from moot.model.load import LoadedModel
 from moot.model.recurrent_head import RecurrentHead
 from moot.model.runner import ModelRunner
 from moot.proposers.base import Chain
+from moot.proposers.draws import COUPLED, DRAWS, drafting_params
 from moot.proposers.head_draws import HeadDraws, Place
 from moot.proposers.inside import InsideAsk, InsideDrafter
 from moot.proposers.options import ProposerOptions, require
@@ -36,6 +38,7 @@ class HeadsOptions(ProposerOptions):
     rows: int = option(4096, help="most frequent ids that are guessed at all; 0: as many as the head knows")
     min_confidence: float = option(0.0, help="a chain ends before a token less probable than this, all before it too")
     sharpen: float = option(1.0, help="multiplies the logits at temperature > 0; above 1 helps weak heads")
+    draws: str = option(COUPLED, help="at temperature > 0: the target's noise, other noise, or none", choices=DRAWS)
 
     def __post_init__(self) -> None:
         require(self.max_tokens > 0, "max_tokens", "must be positive")
@@ -90,6 +93,8 @@ class HeadsDrafter(InsideDrafter):
 
     @torch.inference_mode()
     def propose(self, asks: Sequence[InsideAsk]) -> list[list[Chain]]:
+        if self._options.draws != COUPLED:
+            asks = [replace(ask, params=drafting_params(ask.params, self._options.draws)) for ask in asks]
         rows = [_Row(ask, self._goal(ask), [], [], 1.0) for ask in asks]
         chains: dict[int, list[_Row]] = {id(row.ask): [] for row in rows}
         live = [row for row in rows if row.goal]

@@ -21,6 +21,7 @@ from moot.model.load import load_model
 from moot.model.placement import DTYPES
 from moot.model.sampler import Sampler
 from moot.proposers.base import Ask, Chain, PathAsk, Proposer
+from moot.proposers.draws import COUPLED, DRAWS, drafting_params
 from moot.proposers.neural_drafting import NeuralDrafting, num_likely
 from moot.proposers.neural_feed import SessionFeed
 from moot.proposers.neural_session import Drafted, NeuralSession
@@ -46,6 +47,7 @@ class NeuralOptions(ProposerOptions):
         0.0, help="a proposal ends before the token with which it gets, as a whole, less probable than this"
     )
     sharpen: float = option(1.0, help="multiplies the logits at temperature > 0; above 1 helps weak models")
+    draws: str = option(COUPLED, help="at temperature > 0: the target's noise, other noise, or none", choices=DRAWS)
     prefill_chunk: int = option(256, help="tokens of one session fed in one forward")
     stages: str = option(
         "", help="cheaper drafters that guess what this one then looks at: kind[~option=value]...[+kind...]"
@@ -89,6 +91,7 @@ class NeuralProposer(Proposer[NeuralSession]):
                 stage, options.stage_tokens, self.context_limit, self._num_embeddings, self._runner.pool
             )
         self._least = options.min_chain_confidence
+        self._draws = options.draws
         self._drafting = NeuralDrafting(
             self._feed, sampler, options.min_confidence, options.sharpen, self._stage, self._least
         )
@@ -104,7 +107,8 @@ class NeuralProposer(Proposer[NeuralSession]):
 
     def open(self, prefix: Sequence[int], params: SamplingParams) -> NeuralSession:
         # min_tokens and the penalties over the output need to know where the prompt ends, which no proposal is worth.
-        own = replace(params, min_tokens=0, presence_penalty=0.0, frequency_penalty=0.0)
+        drawn = drafting_params(params, self._draws)
+        own = replace(drawn, min_tokens=0, presence_penalty=0.0, frequency_penalty=0.0)
         session = NeuralSession(own, self._runner.new_cache())
         session.history = History(()) if own.has_penalties else None
         self._feed.add(session)

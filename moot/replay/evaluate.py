@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from moot.core.cascade import ALWAYS_ASK
 from moot.core.errors import ConfigError
 from moot.core.panel import ALL
 from moot.core.policy import PoolPolicy, make_policy
 from moot.core.types import Proposal
+from moot.proposers.entries import INSIDE_KINDS
 from moot.replay.folder import Recording
 from moot.replay.proposals import shortened
-from moot.replay.rounds import Clock, Played, Said, Setting, play
+from moot.replay.rounds import Clock, Played, Said, Setting, Waits, play
 from moot.replay.texts import TargetText
 
 
@@ -24,6 +26,7 @@ class Policies:
     weights: str = "hedge"
     length: str = "fixed"
     asks: str = ALL
+    cascade: float = ALWAYS_ASK
     num_speculative_tokens: int = 8
     max_draft_tokens: int = 16
     width: int = 1
@@ -42,7 +45,10 @@ class Replay:
         self.recording = recording
         self.drafter_ids = tuple(sorted(recording.records))
         self._said = [
-            {id_: Said(record.of_text(index), record.seconds_of(index)) for id_, record in recording.records.items()}
+            {
+                id_: Said(record.of_text(index), record.seconds_of(index), record.facts.kind in INSIDE_KINDS)
+                for id_, record in recording.records.items()
+            }
             for index in range(len(recording.texts))
         ]
 
@@ -57,6 +63,7 @@ class Replay:
                 weights=policies.weights,
                 length=policies.length,
                 asks=policies.asks,
+                cascade=policies.cascade,
                 num_speculative_tokens=policies.num_speculative_tokens,
                 max_draft_tokens=policies.max_draft_tokens,
             )
@@ -68,8 +75,9 @@ class Replay:
             width=policies.width,
             clock=policies.clock,
         )
+        waits = Waits()
         texts = zip(self.recording.texts, self._said, strict=True)
-        return [play(text, {id_: said[id_] for id_ in chosen}, pool, setting) for text, said in texts]
+        return [play(text, {id_: said[id_] for id_ in chosen}, pool, setting, waits) for text, said in texts]
 
     def alone(self, policies: Policies) -> dict[str, list[Played]]:
         """Each drafter by itself."""

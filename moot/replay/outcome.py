@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moot.replay.rounds import Played
 
@@ -23,6 +23,9 @@ class Outcome:
     """Per drafter, leading tokens of its own proposals that the target then said, won or not."""
     lengths: Mapping[int, int]
     seconds: float
+    draft_seconds: float = 0.0
+    spared: Mapping[str, int] = field(default_factory=dict)
+    """Per drafter, rounds in which a cascade did not ask it."""
 
     @property
     def num_accepted(self) -> int:
@@ -50,12 +53,13 @@ class Outcome:
 
 def outcome_of(played: Iterable[Played]) -> Outcome:
     tokens = rounds = drafted = 0
-    seconds = 0.0
+    seconds = drafting = 0.0
     positions: list[int] = []
     won: Counter[str] = Counter()
     proposed: Counter[str] = Counter()
     would: Counter[str] = Counter()
     lengths: Counter[int] = Counter()
+    spared: Counter[str] = Counter()
     for one in played:
         generation = one.generation
         tokens += max(len(generation.output_token_ids) - 1, 0)
@@ -71,8 +75,20 @@ def outcome_of(played: Iterable[Played]) -> Outcome:
             proposed[drafter_id] += counted.num_proposed_tokens
             would[drafter_id] += counted.num_accepted_tokens
         lengths.update(one.lengths)
+        drafting += one.draft_seconds
+        spared.update(one.spared)
     return Outcome(
-        tokens, rounds, drafted, tuple(positions), dict(won), dict(proposed), dict(would), dict(lengths), seconds
+        tokens,
+        rounds,
+        drafted,
+        tuple(positions),
+        dict(won),
+        dict(proposed),
+        dict(would),
+        dict(lengths),
+        seconds,
+        drafting,
+        dict(spared),
     )
 
 

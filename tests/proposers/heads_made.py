@@ -42,12 +42,13 @@ def by_the_book(
     for _ in range(count):
         states = head.advance(states, embed(embedding, torch.tensor([[text[-1], text[-2]]])))
         logits = head.logits(states, rows)[0]
-        scores = logits[:-1].double()
+        scores, total = logits[:-1].double(), logits.logsumexp(0)
         if not params.is_greedy:
             noise = [gumbel(params.seed, len(text), int(id_)) for id_ in ids]
             scores = scores / params.temperature + torch.tensor(noise)
+            total = scores.logsumexp(0)
         column = int(scores.argmax())
-        share = math.exp(float(logits[column] - logits.logsumexp(0)))
+        share = math.exp(float(scores[column] - total))
         text.append(int(ids[column]))
         confidences.append(round(255 * share))
     return text[len(token_ids) :], confidences

@@ -298,3 +298,17 @@ def test_only_the_most_frequent_ids_are_guessed_where_asked(
     assert made(runner, head_folder, rows=1000).propose([ask(1)]) == made(runner, head_folder, rows=0).propose([ask(1)])
     with pytest.raises(ConfigError, match="rows"):
         made(runner, head_folder, rows=-1)
+
+
+def test_what_was_drawn_first_is_the_surest(runner: ModelRunner, head_folder: Path) -> None:
+    """At temperature > 0 the chains of a wide ask stand in the order of their draw, and so do their confidences: the
+    vote may trust them as it trusts greedy ones, though the likeliest token need not be drawn."""
+    drafter = made(runner, head_folder)
+    unlikely = 0
+    for seed in range(30):
+        params = SamplingParams(temperature=20.0, seed=seed)
+        chains = drafter.propose([ask(seed, params, 1, 4)])[0]
+        firsts = [chain.confidences[0] for chain in chains]
+        assert firsts == sorted(firsts, reverse=True)
+        unlikely += chains[0].token_ids != drafter.propose([ask(seed, num_tokens=1)])[0][0].token_ids
+    assert unlikely > 10
