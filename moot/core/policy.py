@@ -10,23 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moot.core.ballot import PREFIX
 from moot.core.calibration import Calibration, ShareAcceptance
 from moot.core.cascade import ALWAYS_ASK, expected_share, is_dear
 from moot.core.costs import DraftCost, RoundTimes, VerifyCost
 from moot.core.errors import ConfigError
-from moot.core.generation import Advance, Generation, num_leading
-from moot.core.panel import ALL, PANELS, PAYING, Answer, Panel, PanelRound
+from moot.core.generation import Advance, Generation
+from moot.core.goodput import Goodput, PositionAcceptance
+from moot.core.lessons import heard, learn_ballot
+from moot.core.panel import ALL, PANELS, PAYING, Panel, PanelRound
 from moot.core.registry import named
 from moot.core.shapes import SHAPES
 from moot.core.speculation import (
     LENGTHS,
     Fixed,
-    Goodput,
     LengthPolicy,
     Load,
     Minions,
-    PositionAcceptance,
     Probes,
     RoundSample,
     bound_length,
@@ -255,8 +254,8 @@ class RequestPolicy:
         total = drafting + waiting + forward_seconds if round_seconds is None else round_seconds
         times = RoundTimes(total, drafting, waiting, forward_seconds)
         if self._panel is not None and answers and plan.num_speculative_tokens:
-            heard = _heard(answers, result.ballot.proposals, advance)
-            done = PanelRound(heard, advance.num_accepted, len(advance.token_ids), draft_seconds, total)
+            answered = heard(answers, result.ballot.proposals, advance)
+            done = PanelRound(answered, advance.num_accepted, len(advance.token_ids), draft_seconds, total)
             if self._panel.learn(done, num_requests):
                 # Others are waited for from now on.
                 pool.draft_cost.forget()
@@ -278,38 +277,6 @@ class RequestPolicy:
         """The request has ended, for whatever reason."""
         self._weights.finish()
         self._pool.pool_weights.flow_back(self._weights.numbers)
-
-
-def learn_ballot(
-    result: VoteResult, token_ids: Sequence[int], calibration: Calibration, acceptance: ShareAcceptance
-) -> None:
-    """Score every proposed token whose predecessors were all right against the committed `token_ids`, verified or not.
-
-    What comes after a wrong token, or after the end of the committed text, says nothing.
-    """
-    ballot, shares = result.ballot, result.shares.known()
-    tables = [calibration.of(drafter_id) for drafter_id in ballot.drafter_ids]
-    node = PREFIX
-    for depth, token in enumerate(token_ids):
-        children = ballot.children[node]
-        right = children.get(token)
-        for child in children.values():
-            for drafter, confidence in ballot.voters[child]:
-                tables[drafter].record(confidence, depth, child == right)
-        for child, share in shares.get(node, ()):
-            acceptance.record(share, depth, child == right)
-        if right is None:
-            return
-        node = right
-
-
-def _heard(answers: Mapping[str, float | None], proposals: Sequence[Proposal], advance: Advance) -> dict[str, Answer]:
-    accepted = advance.token_ids[: advance.num_accepted]
-    right = dict.fromkeys(answers, 0)
-    for proposal in proposals:
-        if proposal.drafter_id in right:
-            right[proposal.drafter_id] = max(right[proposal.drafter_id], num_leading(proposal.token_ids, accepted))
-    return {drafter_id: Answer(right[drafter_id], seconds) for drafter_id, seconds in answers.items()}
 
 
 def make_policy(

@@ -10,7 +10,8 @@ from moot.core.acceptance import walk
 from moot.core.calibration import Calibration, ShareAcceptance
 from moot.core.errors import ConfigError
 from moot.core.generation import Advance, Generation
-from moot.core.policy import PoolPolicy, RequestPolicy, learn_ballot, make_policy
+from moot.core.lessons import learn_ballot
+from moot.core.policy import PoolPolicy, RequestPolicy, make_policy
 from moot.core.shapes import SHAPES
 from moot.core.speculation import LENGTHS, Load
 from moot.core.types import Draft, FinishReason, Proposal, SamplingParams, Verification
