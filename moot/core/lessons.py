@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moot.core.ballot import PREFIX
-from moot.core.calibration import Calibration, ShareAcceptance
+from moot.core.calibration import Calibration, OwnAcceptance, ShareAcceptance
 from moot.core.generation import Advance, num_leading
 from moot.core.panel import Answer
 from moot.core.types import Proposal
@@ -13,9 +13,14 @@ from moot.core.voting import VoteResult
 
 
 def learn_ballot(
-    result: VoteResult, token_ids: Sequence[int], calibration: Calibration, acceptance: ShareAcceptance
+    result: VoteResult,
+    token_ids: Sequence[int],
+    calibration: Calibration,
+    acceptance: ShareAcceptance,
+    own: OwnAcceptance | None = None,
 ) -> None:
     """Score every proposed token whose predecessors were all right against the committed `token_ids`, verified or not.
+    `own`: what is learned of this request alone.
 
     What comes after a wrong token, or after the end of the committed text, says nothing.
     """
@@ -28,7 +33,11 @@ def learn_ballot(
         for child in children.values():
             for drafter, confidence in ballot.voters[child]:
                 tables[drafter].record(confidence, depth, child == right)
-        for child, share in shares.get(node, ()):
+        offered = shares.get(node, ())
+        if own is not None and offered:
+            # Before the pool has learned the answer.
+            own.record([share for _, share in offered], depth, right is not None)
+        for child, share in offered:
             acceptance.record(share, depth, child == right)
         if right is None:
             return

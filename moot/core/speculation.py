@@ -11,6 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
+from moot.core.costs import RoundTimes
+from moot.core.types import Verification
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -25,6 +28,17 @@ class Load:
     num_other_tokens: float = 0
     overhead_seconds: float = 0.0
     num_turns: float = 1.0
+
+    def moved(self, verification: Verification, num_drafted: int, usual: RoundTimes, rate: float) -> Load:
+        """Towards what a round of `num_drafted` draft tokens has shared its step with."""
+        rows = verification.batch_tokens - verification.batch_prefill_tokens
+        others = max(rows - 1 - num_drafted, 0)
+        return Load(
+            self.num_requests + rate * (max(verification.batch_requests, 1) - self.num_requests),
+            self.num_other_tokens + rate * (others - self.num_other_tokens),
+            usual.overhead,
+            usual.num_turns,
+        )
 
 
 @dataclass(frozen=True, slots=True)

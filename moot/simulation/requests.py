@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from moot.core.generation import Generation
-from moot.core.policy import Plan, PoolPolicy, RequestPolicy
+from moot.core.policy import PoolPolicy
+from moot.core.request_policy import Plan, RequestPolicy
 from moot.core.types import Draft, Proposal, SamplingParams, Verification
 from moot.core.voting import VoteResult
 from moot.simulation.drafters import DrafterPool, DraftSession

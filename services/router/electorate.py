@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from moot.core.errors import InvalidRequest
 from moot.core.generation import Advance, Generation
-from moot.core.policy import Plan, PoolPolicy, RequestPolicy
+from moot.core.policy import PoolPolicy
+from moot.core.request_policy import Plan, RequestPolicy
 from moot.core.types import Proposal, Verification
 from moot.core.voting import VoteResult, validate_proposal
 from moot.metrics import Metrics
@@ -155,7 +156,7 @@ class Voters:
         if not self._drafters or self._postpones(length):
             return Plan(0, 0)
         if plan.max_draft_tokens > max_draft_tokens:
-            return Plan(plan.num_speculative_tokens, max_draft_tokens, plan.value, plan.cost)
+            return Plan(plan.num_speculative_tokens, max_draft_tokens, plan.value)
         return plan
 
     def ask(self, plan: Plan) -> BallotBox:

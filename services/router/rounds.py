@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from moot.core.errors import DeadlineExceeded, MootError, NoCapacity, PeerError, StoreError
 from moot.core.generation import Generation
-from moot.core.policy import Plan
+from moot.core.request_policy import Plan
 from moot.core.types import FinishReason, Verification
 from moot.metrics import Metrics
 from moot.proposers.base import Material

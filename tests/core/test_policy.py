@@ -11,7 +11,8 @@ from moot.core.calibration import Calibration, ShareAcceptance
 from moot.core.errors import ConfigError
 from moot.core.generation import Advance, Generation
 from moot.core.lessons import learn_ballot
-from moot.core.policy import PoolPolicy, RequestPolicy, make_policy
+from moot.core.policy import PoolPolicy, make_policy
+from moot.core.request_policy import RequestPolicy
 from moot.core.shapes import SHAPES
 from moot.core.speculation import LENGTHS, Load
 from moot.core.types import Draft, FinishReason, Proposal, SamplingParams, Verification
@@ -117,7 +118,7 @@ def test_a_request_may_fix_its_length_or_refuse_drafting() -> None:
     assert pool.open(["a"], 3).plan(state, CONTEXT).num_speculative_tokens == 3
     assert pool.open(["a"], 99).plan(state, CONTEXT).num_speculative_tokens == 6
     assert 0 <= pool.open(["a"]).plan(state, CONTEXT).num_speculative_tokens <= 6
-    assert pool.open(["a"], 3).plan(state, CONTEXT).cost is None
+    assert pool.open(["a"], 3).plan(state, CONTEXT).value is None
 
 
 def test_a_plan_respects_context_and_remaining_tokens() -> None:
