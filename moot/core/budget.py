@@ -73,7 +73,9 @@ class Budget:
         values = [-negated for negated in self._all]
         fixed = bisect_left(self._all, nextafter(-inf, 0.0))
         count = fixed + worth(values[fixed:], 1.0, lambda num_nodes: cost(fixed + num_nodes))
-        if count > fixed:
+        if count == len(values):
+            return values[-1] if count > fixed else 0.0
+        if count > fixed and values[count - 1] > values[count]:
             return values[count - 1]
-        # Better than all that do not pay.
-        return nextafter(values[fixed], inf) if fixed < len(values) else 0.0
+        # Nobody sends what is only as good as what does not fit.
+        return nextafter(values[count], inf)

@@ -34,6 +34,7 @@ from moot.core.weights import WEIGHTS, PoolWeights
 _UNCALIBRATED_SCALE = 0.6
 """First guess of the acceptance of a token that all drafters agree on, where shares only count heads."""
 
+
 @dataclass(slots=True)
 class PoolPolicy:
     """The tables of one router. `vote`, `shape`, `weights`, `length` are names; see make_policy for the rest."""
