@@ -96,7 +96,7 @@ class Goodput(LengthPolicy):
         self._pool_probes = pool_probes or Probes()
         self._probe_length = min(probe_length, max_length)
         self._length: int | None = None
-        self._nodes: float | None = None
+        self._nodes_per_token = self._acceptance.offered
 
     def next_length(self, load: Load) -> int:
         rates = [self._acceptance.rate(depth) for depth in range(self._max_length)]
@@ -113,7 +113,7 @@ class Goodput(LengthPolicy):
             if best == 0:
                 # How much of a draft was worth verifying says nothing about the load under which drafting may return;
                 # how much was there to verify does.
-                self._nodes = None
+                self._nodes_per_token = self._acceptance.offered
             self._length = best
         elif self._length is None:
             self._length = 0
@@ -135,22 +135,13 @@ class Goodput(LengthPolicy):
         if self._length == 0 and sample.num_accepted == sample.num_speculative_tokens:
             self._probes.accepted()
             self._pool_probes.accepted()
-        before = self.num_nodes(sample.num_speculative_tokens)
-        self._nodes = before + _NODES_RATE * (sample.num_drafted - before)
-
-    def num_nodes(self, length: int) -> float:
-        """Draft nodes that a round of K = `length` is expected to verify.
-
-        Those of late: the vote sends what pays, so that a longer K changes which, and adds only what is worth it. While
-        nothing was drafted, one for each token asked for: a chain is the least that is tried.
-        """
-        offered = self._acceptance.offered
-        return min(offered, 1.0) * length if self._nodes is None else min(self._nodes, offered * length)
+        ratio = sample.num_drafted / sample.num_speculative_tokens
+        self._nodes_per_token += _NODES_RATE * (ratio - self._nodes_per_token)
 
     def _probe_cost(self, load: Load) -> float:
         """In rounds at K = 0: the slower step is paid by every request in it, the drafting by this one."""
         before = round(load.num_other_tokens) + 1
-        nodes = max(round(self.num_nodes(self._probe_length)), 1)
+        nodes = max(round(self._probe_length * self._nodes_per_token), 1)
         step = self._verify_cost.seconds(before)
         slower = self._verify_cost.seconds(before + nodes) - step
         drafting = self._draft_cost.seconds(self._probe_length) if load.num_turns < _TURNS else 0.0
@@ -165,7 +156,7 @@ class Goodput(LengthPolicy):
                 reached *= rates[length - 1]
                 expected += reached
             # No more is accepted than is verified, and the vote sends only what pays.
-            result.append(min(expected, 1 + self.num_nodes(length)) / self._seconds(length, load))
+            result.append(min(expected, 1 + self._nodes_per_token * length) / self._seconds(length, load))
         return result
 
     def _seconds(self, length: int, load: Load) -> float:
@@ -173,7 +164,7 @@ class Goodput(LengthPolicy):
         each group draft while the others are verified. Of the smallest such number, or of one request each. A draft
         that comes too late for its group's step, as durations vary, waits for one more.
         """
-        tokens = 1 + self.num_nodes(length)
+        tokens = 1 + self._nodes_per_token * length
         drafting = self._draft_cost.seconds(length)
         apart = drafting + load.overhead_seconds
         cost = self._verify_cost.seconds
