@@ -235,7 +235,8 @@ class Request:
     def _vote(self, box: _Box) -> None:
         if box is not self._box:
             return
-        box.result = self._policy.vote(box.plan, box.proposals)
+        verifier_id = "" if self._verifier is None else self._verifier.verifier_id
+        box.result = self._policy.vote(box.plan, box.proposals, verifier_id)
         self._send(partial(self._verify, box, box.result.draft))
 
     def _verify(self, box: _Box, draft: Draft) -> None:

@@ -51,6 +51,7 @@ class Outcome:
 
     tokens_per_s: float
     tokens_per_round: float
+    nodes_per_round: float
     round_ms: float
     mean_length: float
     switches_per_1000_rounds: float
@@ -218,6 +219,7 @@ class World:
         return Outcome(
             tokens_per_s=counts.tokens / elapsed,
             tokens_per_round=1 + counts.accepted / rounds,
+            nodes_per_round=counts.drafted / rounds,
             round_ms=1e3 * counts.round_s / rounds,
             mean_length=sum(length * count for length, count in counts.lengths.items()) / asked,
             switches_per_1000_rounds=1e3 * counts.switches / rounds,

@@ -218,8 +218,9 @@ class Voters:
                 drafter.malformed(reason)
         return valid
 
-    def vote(self, plan: Plan, proposals: list[Proposal]) -> VoteResult:
-        result = self._policy.vote(plan, proposals)
+    def vote(self, plan: Plan, proposals: list[Proposal], verifier_id: str) -> VoteResult:
+        """One draft, out of the budget of the verifier that it goes to."""
+        result = self._policy.vote(plan, proposals, verifier_id)
         metrics = self._metrics
         metrics.speculation_length.observe(plan.num_speculative_tokens)
         if result.agreement_ratio is not None:
