@@ -51,7 +51,6 @@ class Outcome:
 
     tokens_per_s: float
     tokens_per_round: float
-    nodes_per_round: float
     round_ms: float
     mean_length: float
     switches_per_1000_rounds: float
@@ -69,6 +68,8 @@ class Outcome:
     elapsed_s: float
     over_time: tuple[tuple[float, float], ...]
     lengths: dict[int, int]
+    nodes_per_round: float = 0.0
+    """Draft tokens verified."""
 
 
 def make_pool_policy(scenario: Scenario) -> PoolPolicy:
