@@ -126,7 +126,7 @@ class OwnAcceptance:
 
     __slots__ = ("_accepted", "_decay", "_expected", "_pool", "_strength")
 
-    def __init__(self, pool: ShareAcceptance, strength: float = 8.0, decay: float = 0.97) -> None:
+    def __init__(self, pool: ShareAcceptance, strength: float = 24.0, decay: float = 0.99) -> None:
         if strength <= 0 or not 0 < decay <= 1:
             raise ValueError("strength must be positive, decay in (0, 1]")
         self._pool = pool

@@ -125,7 +125,7 @@ def test_a_request_learns_how_it_differs_from_the_others() -> None:
     """Shares that mean .4 for all: after 20 hits a request takes them for more, after 20 misses for less, and what the
     pool knows stays. By hand, strength 8 and no fading: (20 + 8) / (20 * .4 + 8) = 1.75."""
     pool = ShareAcceptance()
-    copies, writes = OwnAcceptance(pool, decay=1.0), OwnAcceptance(pool, decay=1.0)
+    copies, writes = OwnAcceptance(pool, 8.0, 1.0), OwnAcceptance(pool, 8.0, 1.0)
     assert copies.rate(0.4, 0) == pool.rate(0.4, 0) == pytest.approx(0.4)
     for _ in range(20):
         copies.record([0.3, 0.1], 0, True)
