@@ -7,6 +7,7 @@ text depends on them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 CONFIDENCE_BIN_SHIFT: Final = 4
@@ -113,6 +114,40 @@ class ShareAcceptance:
         cell = _share_cell(share, depth)
         self._accepted[cell] = self._accepted[cell] * self._decay + accepted
         self._expected[cell] = self._expected[cell] * self._decay + share
+
+
+class OwnAcceptance:
+    """Of one request: what its pool knows of shares, times how much more or less of that this request accepts.
+
+    The factor is accepted over expected tokens of its own rounds, fading by `decay` with each depth that was reached
+    towards 1, which is worth `strength` expected tokens. One request copies where another writes freely, and neither
+    the shares nor the drafters' confidences need to tell.
+    """
+
+    __slots__ = ("_accepted", "_decay", "_expected", "_pool", "_strength")
+
+    def __init__(self, pool: ShareAcceptance, strength: float = 24.0, decay: float = 0.99) -> None:
+        if strength <= 0 or not 0 < decay <= 1:
+            raise ValueError("strength must be positive, decay in (0, 1]")
+        self._pool = pool
+        self._strength = strength
+        self._decay = decay
+        self._accepted = self._expected = 0.0
+
+    @property
+    def factor(self) -> float:
+        return (self._accepted + self._strength) / (self._expected + self._strength)
+
+    def rate(self, share: float, depth: int) -> float:
+        """As ShareAcceptance.rate, of this request."""
+        rate = self._pool.rate(share, depth) * self.factor
+        return rate if rate < 1.0 else 1.0
+
+    def record(self, shares: Iterable[float], depth: int, accepted: bool) -> None:
+        """The tokens proposed after the committed ones, with these shares; `accepted`: one of them was right."""
+        expected = sum([self._pool.rate(share, depth) for share in shares])
+        self._accepted = self._accepted * self._decay + accepted
+        self._expected = self._expected * self._decay + (expected if expected < 1.0 else 1.0)
 
 
 def _share_cell(share: float, depth: int) -> int:

@@ -16,7 +16,7 @@ _HALF_LIFE: Final = 150
 _FORGOTTEN: Final = 1000
 """Steps without a sample: up to 200 nothing happens, from there samples count half every 150, from 1,000 on nothing."""
 
-_TILE: Final = 16
+_FINE: Final = 32
 _TILED: Final = 128
 
 _SPREAD: Final = 0.1
@@ -58,17 +58,21 @@ class RoundTimes:
 
 
 def _class_of(size: int) -> int:
-    if size <= _TILE or size > _TILED:
-        # Up to 16: 0 to 4; beyond 128: 12 and more.
-        return (size - 1).bit_length() + (4 if size > _TILED else 0)
-    return 4 + (size - 1) // _TILE
+    """1, 2, 3 to 4, every 4 up to 32, every 8 up to 128, then twice as many."""
+    if size <= 4:
+        return (size - 1).bit_length()
+    if size <= _FINE:
+        return 2 + (size - 1) // 4
+    if size <= _TILED:
+        return 6 + (size - 1) // 8
+    return 15 + (size - 1).bit_length()
 
 
 class VerifyCost:
     """Seconds of one verify step as a function of the tokens in its batch.
 
-    Samples are averaged in classes of batch size (1, 2, 3 to 4, 5 to 8, 9 to 16, then every 16 up to 128, then twice as
-    many: matrix products are made in tiles of 16 rows), older ones fading; between the classes' means the cost is
+    Samples are averaged in classes of batch size (1, 2, 3 to 4, every 4 up to 32, every 8 up to 128, then twice as
+    many: fine enough for the size from which rows are dear), older ones fading; between the classes' means the cost is
     linear, and it never falls with more tokens. Beyond what was seen it grows by at least `prior_slope` of a one-token
     step per token, and below it falls in proportion: hopeful guesses, so that larger and smaller steps are tried and
     then measured. A class with few samples is taken to be cheaper than their mean, and one that was not seen for long

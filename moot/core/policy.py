@@ -1,4 +1,4 @@
-"""Everything that decides about speculation, bundled: vote, shape, weights, calibration, length.
+"""What decides about speculation, bundled for all requests of a router: vote, shape, weights, tables, length.
 
 `make_policy` makes the bundle of a router, with the tables that serve all its requests; `PoolPolicy.open` makes the
 part that belongs to one request. A round reads: plan, (ask the drafters), vote, (verify, advance), learn. Nothing here
@@ -7,53 +7,32 @@ can change a text, only its speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moot.core.ballot import PREFIX
+from moot.core.budget import Budget
 from moot.core.calibration import Calibration, ShareAcceptance
-from moot.core.cascade import ALWAYS_ASK, expected_share, is_dear
+from moot.core.cascade import ALWAYS_ASK
 from moot.core.costs import DraftCost, RoundTimes, VerifyCost
 from moot.core.errors import ConfigError
-from moot.core.generation import Advance, Generation, num_leading
-from moot.core.panel import ALL, PANELS, PAYING, Answer, Panel, PanelRound
+from moot.core.goodput import Goodput, PositionAcceptance
+from moot.core.panel import ALL, PANELS, PAYING, Panel
 from moot.core.registry import named
+from moot.core.request_policy import RequestPolicy
 from moot.core.shapes import SHAPES
 from moot.core.speculation import (
     LENGTHS,
     Fixed,
-    Goodput,
     LengthPolicy,
     Load,
     Minions,
-    PositionAcceptance,
     Probes,
-    RoundSample,
-    bound_length,
 )
-from moot.core.types import Proposal, Verification
-from moot.core.voting import POLICIES, VoteResult, vote
-from moot.core.weights import WEIGHTS, Contest, PoolWeights, Weights
+from moot.core.voting import POLICIES
+from moot.core.weights import WEIGHTS, PoolWeights
 
 _UNCALIBRATED_SCALE = 0.6
 """First guess of the acceptance of a token that all drafters agree on, where shares only count heads."""
-
-_FOLLOWING = 0.2
-"""How fast what is known of the load follows the rounds: batches differ in size from step to step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one round may spend. `num_speculative_tokens` is what every drafter is asked for; 0: draft nothing.
-
-    `value`: seconds that one accepted token saves; `cost(n)`: seconds that verifying n draft tokens costs all requests
-    of the step; None: every node up to `max_draft_tokens` is verified.
-    """
-
-    num_speculative_tokens: int
-    max_draft_tokens: int
-    value: float = 1.0
-    cost: Callable[[int], float] | None = None
 
 
 @dataclass(slots=True)
@@ -74,6 +53,8 @@ class PoolPolicy:
     pool_weights: PoolWeights = field(default_factory=PoolWeights)
     verify_cost: VerifyCost = field(default_factory=VerifyCost)
     draft_cost: DraftCost = field(default_factory=DraftCost)
+    budgets: dict[str, Budget] = field(default_factory=dict)
+    """Per verifier."""
     load: Load = field(default_factory=Load)
     """What the latest round has seen."""
     usual: RoundTimes | None = None
@@ -108,6 +89,17 @@ class PoolPolicy:
             return Minions(min(4, most), most)
         return Fixed(most)
 
+    def budget(self, verifier_id: str) -> Budget:
+        """Of this verifier; those that no request shares are dropped."""
+        found = self.budgets.get(verifier_id)
+        if found is None:
+            self.budgets = {one: budget for one, budget in self.budgets.items() if len(budget)}
+            found = self.budgets[verifier_id] = Budget(self._step_seconds)
+        return found
+
+    def _step_seconds(self, num_tokens: int) -> float:
+        return self.verify_cost.seconds(num_tokens)
+
     def admit(self, drafter_id: str, family: str = "") -> None:
         """A drafter has been found. Drafters of one `family` are alike; none: it is a family of its own."""
         if family:
@@ -119,197 +111,6 @@ class PoolPolicy:
         self.calibration.forget(drafter_id)
         self.pool_weights.forget(drafter_id)
         self.panel.forget(drafter_id)
-
-
-class RequestPolicy:
-    """The policy of one request. `close` when it ends: its weights flow back into the pool's."""
-
-    def __init__(
-        self,
-        pool: PoolPolicy,
-        weights: Weights,
-        length: LengthPolicy,
-        most: int,
-        is_adaptive: bool,
-        panel: Panel | None = None,
-    ) -> None:
-        """`most`: the greatest K that `length` comes to. `panel`: None where all are asked."""
-        self.most = most
-        self._pool = pool
-        self._weights = weights
-        self._length = length
-        self._spends_by_cost = is_adaptive and isinstance(length, Goodput)
-        # A request finds the verifier as those before it left it.
-        self._load = pool.load
-        self._usual = pool.usual
-        self._seconds = 0.0
-        self._tokens = 0.0
-        self._next_base: int | None = None
-        self._panel = panel
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """Per drafter, summing to 1."""
-        return self._weights.numbers
-
-    def plan(self, generation: Generation, context_limit: int, load: Load | None = None, *, at_least: int = 0) -> Plan:
-        """What the next round may spend. `context_limit`: of the target, prompt plus output tokens. `load`: what shares
-        the verify step; None: what shared it in the last round. `at_least`: K of an earlier plan that was put off."""
-        if load is not None:
-            self._load = load
-        wanted = max(self._length.next_length(self._load), at_least)
-        length = bound_length(wanted, generation.base_length, context_limit, generation.num_remaining)
-        budget = self._pool.max_draft_tokens if length else 0
-        if not self._spends_by_cost:
-            return Plan(length, budget)
-        seconds = self._pool.verify_cost.seconds
-        requests, before = self._load.num_requests, round(self._load.num_other_tokens) + 1
-        value = self._seconds / self._tokens if self._tokens else seconds(before)
-        # A slower step is paid by each of its requests.
-        return Plan(length, budget, value, lambda num_tokens: requests * seconds(before + num_tokens))
-
-    def choose(self, drafter_ids: Sequence[str]) -> Sequence[str]:
-        """Whom of the request's drafters a round that drafts asks. Called once for each."""
-        return drafter_ids if self._panel is None else self._panel.choose(drafter_ids)
-
-    @property
-    def has_cascade(self) -> bool:
-        return self._pool.cascade < ALWAYS_ASK
-
-    def is_dear(self, answer_seconds: float | None) -> bool:
-        """Of a drafter whose answers usually take so long: whether it is asked only where cheaper ones are not sure."""
-        return self.has_cascade and is_dear(answer_seconds, self._usual.total if self._usual else None)
-
-    def is_sure(self, plan: Plan, proposals: Sequence[Proposal]) -> bool:
-        """Whether these proposals make it needless to ask further drafters."""
-        pool, length = self._pool, plan.num_speculative_tokens
-        return self.has_cascade and expected_share(proposals, pool.calibration, length) >= pool.cascade
-
-    def vote(self, plan: Plan, proposals: Sequence[Proposal]) -> VoteResult:
-        """One draft out of valid proposals (see voting.validate_proposal)."""
-        pool = self._pool
-        return vote(
-            proposals,
-            self._weights.numbers,
-            policy=pool.vote,
-            shape=pool.shape,
-            num_speculative_tokens=plan.num_speculative_tokens,
-            max_draft_tokens=plan.max_draft_tokens,
-            calibration=pool.calibration,
-            families=pool.families,
-            acceptance=pool.acceptance,
-            value=plan.value,
-            cost=plan.cost,
-        )
-
-    def learn(
-        self,
-        plan: Plan,
-        result: VoteResult,
-        advance: Advance,
-        verification: Verification,
-        draft_seconds: float,
-        round_seconds: float | None = None,
-        answers: Mapping[str, float | None] | None = None,
-    ) -> None:
-        """Learn from a committed round. `draft_seconds`: from asking the drafters to the vote; `round_seconds`: from
-        asking to this moment, None where it is not known. `answers`: per drafter that was asked the seconds until its
-        answer, None where it missed the vote; no mapping: not known."""
-        pool = self._pool
-        if self._next_base is not None and self._next_base != advance.base_length:
-            # A session opened again has committed a token that no round has shown to the weights.
-            self._weights.finish()
-        self._next_base = advance.base_length + len(advance.token_ids)
-        learn_ballot(result, advance.token_ids, pool.calibration, pool.acceptance)
-        self._weights.observe(
-            Contest(
-                plan.num_speculative_tokens,
-                result.ballot.proposals,
-                advance.token_ids,
-                result.winner_ids,
-                len(result.path),
-                advance.num_accepted,
-            )
-        )
-        forward_seconds = verification.forward_us * 1e-6
-        num_drafted = len(result.draft)
-        sample = RoundSample(
-            plan.num_speculative_tokens,
-            num_drafted,
-            advance.num_accepted,
-            forward_seconds,
-            is_cut=advance.finish_reason is not None,
-            num_offered=result.num_offered,
-        )
-        self._length.observe(sample)
-        num_requests = max(verification.batch_requests, 1)
-        if verification.batch_prefill_tokens == 0:
-            # Prefill is cheaper by the token: its steps would make large drafts look cheap.
-            pool.verify_cost.observe(verification.batch_tokens, forward_seconds, 1 / num_requests)
-        # What a trial waited for is no usual wait.
-        if not pool.panel.is_trial(answers or ()):
-            pool.draft_cost.observe(plan.num_speculative_tokens, draft_seconds, 1 / num_requests)
-        drafting = draft_seconds if plan.num_speculative_tokens else 0.0
-        waiting = verification.queue_us * 1e-6
-        # A round that nobody timed took what its parts took.
-        total = drafting + waiting + forward_seconds if round_seconds is None else round_seconds
-        times = RoundTimes(total, drafting, waiting, forward_seconds)
-        if self._panel is not None and answers and plan.num_speculative_tokens:
-            heard = _heard(answers, result.ballot.proposals, advance)
-            done = PanelRound(heard, advance.num_accepted, len(advance.token_ids), draft_seconds, total)
-            if self._panel.learn(done, num_requests):
-                # Others are waited for from now on.
-                pool.draft_cost.forget()
-        pool.usual = times if pool.usual is None else pool.usual.moved(times, _FOLLOWING / num_requests)
-        usual = self._usual = pool.usual if self._usual is None else self._usual.moved(times, _FOLLOWING)
-        others = max(verification.batch_tokens - verification.batch_prefill_tokens - 1 - num_drafted, 0)
-        old = self._load
-        self._load = Load(
-            old.num_requests + _FOLLOWING * (num_requests - old.num_requests),
-            old.num_other_tokens + _FOLLOWING * (others - old.num_other_tokens),
-            usual.overhead,
-            usual.num_turns,
-        )
-        pool.load = self._load
-        self._seconds = 0.9 * self._seconds + draft_seconds + forward_seconds
-        self._tokens = 0.9 * self._tokens + len(advance.token_ids)
-
-    def close(self) -> None:
-        """The request has ended, for whatever reason."""
-        self._weights.finish()
-        self._pool.pool_weights.flow_back(self._weights.numbers)
-
-
-def learn_ballot(
-    result: VoteResult, token_ids: Sequence[int], calibration: Calibration, acceptance: ShareAcceptance
-) -> None:
-    """Score every proposed token whose predecessors were all right against the committed `token_ids`, verified or not.
-
-    What comes after a wrong token, or after the end of the committed text, says nothing.
-    """
-    ballot, shares = result.ballot, result.shares.known()
-    tables = [calibration.of(drafter_id) for drafter_id in ballot.drafter_ids]
-    node = PREFIX
-    for depth, token in enumerate(token_ids):
-        children = ballot.children[node]
-        right = children.get(token)
-        for child in children.values():
-            for drafter, confidence in ballot.voters[child]:
-                tables[drafter].record(confidence, depth, child == right)
-        for child, share in shares.get(node, ()):
-            acceptance.record(share, depth, child == right)
-        if right is None:
-            return
-        node = right
-
-
-def _heard(answers: Mapping[str, float | None], proposals: Sequence[Proposal], advance: Advance) -> dict[str, Answer]:
-    accepted = advance.token_ids[: advance.num_accepted]
-    right = dict.fromkeys(answers, 0)
-    for proposal in proposals:
-        if proposal.drafter_id in right:
-            right[proposal.drafter_id] = max(right[proposal.drafter_id], num_leading(proposal.token_ids, accepted))
-    return {drafter_id: Answer(right[drafter_id], seconds) for drafter_id, seconds in answers.items()}
 
 
 def make_policy(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from moot.core.ballot import PREFIX, Ballot
-from moot.core.calibration import ShareAcceptance
 from moot.core.types import Draft
 
 
@@ -22,13 +21,19 @@ class ShareOf(Protocol):
         ...
 
 
-Shape = Callable[[Ballot, ShareOf, Sequence[int], int, ShareAcceptance | None], tuple[list[int], list[float]]]
+class Acceptance(Protocol):
+    def rate(self, share: float, depth: int) -> float:
+        """Probability in [0, 1] that a node with this vote share is accepted, given that its parent is."""
+        ...
+
+
+Shape = Callable[[Ballot, ShareOf, Sequence[int], int, Acceptance | None], tuple[list[int], list[float]]]
 """(ballot, shares, voted path, most nodes, learned acceptance) to nodes, parents first, and their probabilities of
 being accepted, never rising. Without a learned acceptance the share itself is taken."""
 
 
 def chain(
-    ballot: Ballot, shares: ShareOf, path: Sequence[int], limit: int, acceptance: ShareAcceptance | None
+    ballot: Ballot, shares: ShareOf, path: Sequence[int], limit: int, acceptance: Acceptance | None
 ) -> tuple[list[int], list[float]]:
     """The voted path."""
     nodes = list(path[:limit])
@@ -44,14 +49,14 @@ def chain(
 
 
 def siblings(
-    ballot: Ballot, shares: ShareOf, path: Sequence[int], limit: int, acceptance: ShareAcceptance | None
+    ballot: Ballot, shares: ShareOf, path: Sequence[int], limit: int, acceptance: Acceptance | None
 ) -> tuple[list[int], list[float]]:
     """The voted path and the children that lost to it; nothing below a child that lost."""
     return _best_first(shares, limit, acceptance, frozenset(path))
 
 
 def tree(
-    ballot: Ballot, shares: ShareOf, path: Sequence[int], limit: int, acceptance: ShareAcceptance | None
+    ballot: Ballot, shares: ShareOf, path: Sequence[int], limit: int, acceptance: Acceptance | None
 ) -> tuple[list[int], list[float]]:
     """The most probable nodes of the trie."""
     return _best_first(shares, limit, acceptance, None)
@@ -61,7 +66,7 @@ SHAPES: dict[str, Shape] = {"chain": chain, "siblings": siblings, "tree": tree}
 
 
 def _best_first(
-    shares: ShareOf, limit: int, acceptance: ShareAcceptance | None, expandable: frozenset[int] | None
+    shares: ShareOf, limit: int, acceptance: Acceptance | None, expandable: frozenset[int] | None
 ) -> tuple[list[int], list[float]]:
     nodes: list[int] = []
     probabilities: list[float] = []

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moot.core.ballot import PREFIX, Ballot
-from moot.core.calibration import Calibration, DrafterTable, ShareAcceptance
+from moot.core.calibration import Calibration, DrafterTable
 from moot.core.registry import named
-from moot.core.shapes import SHAPES, to_draft, worth
+from moot.core.shapes import SHAPES, Acceptance, to_draft
 from moot.core.types import Draft, Proposal
 
 EMPTY, TOO_LONG, VOCABULARY, CONFIDENCES = "empty", "too_long", "vocabulary", "confidences"
@@ -201,15 +201,15 @@ def vote(
     max_draft_tokens: int | None = None,
     calibration: Calibration | None = None,
     families: Mapping[str, str] | None = None,
-    acceptance: ShareAcceptance | None = None,
-    value: float = 1.0,
-    cost: Callable[[int], float] | None = None,
+    acceptance: Acceptance | None = None,
+    spend: Callable[[Sequence[float]], int] | None = None,
 ) -> VoteResult:
     """One draft out of valid proposals. Reads the tables and changes nothing.
 
     A drafter without a weight weighs 1. The draft is at most `num_speculative_tokens` deep and has at most
-    `max_draft_tokens` nodes; with `cost` only those that are worth it (see shapes.worth). `calibrated` needs
-    `calibration`; a drafter without an entry in `families` is a family of its own. `best` is always a chain.
+    `max_draft_tokens` nodes; `spend` is told their probabilities, which never rise, and says how many are kept.
+    `calibrated` needs `calibration`; a drafter without an entry in `families` is a family of its own. `best` is always
+    a chain.
     Raises ConfigError for an unknown policy or shape.
     """
     choose, select = named("vote", policy, POLICIES), named("shape", shape, SHAPES)
@@ -229,8 +229,8 @@ def vote(
         select = SHAPES["chain"]
     nodes, probabilities = select(ballot, shares, voted, limit, acceptance)
     num_offered = len(nodes)
-    if cost is not None:
-        count = worth(probabilities, value, cost)
+    if spend is not None:
+        count = spend(probabilities)
         nodes, probabilities = nodes[:count], probabilities[:count]
     index_of = {node: index for index, node in enumerate(nodes)}
     path = [node for node in voted if node in index_of]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from moot.core.acceptance import walk
 from moot.core.generation import Generation
-from moot.core.policy import Plan, PoolPolicy
+from moot.core.policy import PoolPolicy
+from moot.core.request_policy import Plan
 from moot.core.types import Draft, FinishReason, Proposal, Verification
 from moot.core.voting import validate_proposal
 from moot.replay.proposals import shortened

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from moot.core.generation import Generation
-from moot.core.policy import Plan, PoolPolicy, RequestPolicy
+from moot.core.policy import PoolPolicy
+from moot.core.request_policy import Plan, RequestPolicy
 from moot.core.types import Draft, Proposal, SamplingParams, Verification
 from moot.core.voting import VoteResult
 from moot.simulation.drafters import DrafterPool, DraftSession
@@ -234,7 +235,8 @@ class Request:
     def _vote(self, box: _Box) -> None:
         if box is not self._box:
             return
-        box.result = self._policy.vote(box.plan, box.proposals)
+        verifier_id = "" if self._verifier is None else self._verifier.verifier_id
+        box.result = self._policy.vote(box.plan, box.proposals, verifier_id)
         self._send(partial(self._verify, box, box.result.draft))
 
     def _verify(self, box: _Box, draft: Draft) -> None:

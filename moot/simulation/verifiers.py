@@ -78,6 +78,7 @@ class Verifier:
     PAGE_TOKENS = 16
 
     def __init__(self, timeline: Timeline, plan: VerifierPlan, cores: Cores | None, seed: int = 0) -> None:
+        self.verifier_id = f"verifier-{seed}"
         self._timeline = timeline
         self._plan = plan
         self._cores = cores

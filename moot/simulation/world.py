@@ -68,6 +68,8 @@ class Outcome:
     elapsed_s: float
     over_time: tuple[tuple[float, float], ...]
     lengths: dict[int, int]
+    nodes_per_round: float = 0.0
+    """Draft tokens verified."""
 
 
 def make_pool_policy(scenario: Scenario) -> PoolPolicy:
@@ -218,6 +220,7 @@ class World:
         return Outcome(
             tokens_per_s=counts.tokens / elapsed,
             tokens_per_round=1 + counts.accepted / rounds,
+            nodes_per_round=counts.drafted / rounds,
             round_ms=1e3 * counts.round_s / rounds,
             mean_length=sum(length * count for length, count in counts.lengths.items()) / asked,
             switches_per_1000_rounds=1e3 * counts.switches / rounds,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from moot.core.errors import InvalidRequest
 from moot.core.generation import Advance, Generation
-from moot.core.policy import Plan, PoolPolicy, RequestPolicy
+from moot.core.policy import PoolPolicy
+from moot.core.request_policy import Plan, RequestPolicy
 from moot.core.types import Proposal, Verification
 from moot.core.voting import VoteResult, validate_proposal
 from moot.metrics import Metrics
@@ -187,7 +188,7 @@ class Voters:
         if not self._drafters or self._postpones(length):
             return Plan(0, 0)
         if plan.max_draft_tokens > max_draft_tokens:
-            return Plan(plan.num_speculative_tokens, max_draft_tokens, plan.value, plan.cost)
+            return Plan(plan.num_speculative_tokens, max_draft_tokens, plan.value)
         return plan
 
     def ask(self, plan: Plan) -> BallotBox:
@@ -258,8 +259,9 @@ class Voters:
                 drafter.malformed(reason)
         return valid
 
-    def vote(self, plan: Plan, proposals: list[Proposal]) -> VoteResult:
-        result = self._policy.vote(plan, proposals)
+    def vote(self, plan: Plan, proposals: list[Proposal], verifier_id: str) -> VoteResult:
+        """One draft, out of the budget of the verifier that it goes to."""
+        result = self._policy.vote(plan, proposals, verifier_id)
         metrics = self._metrics
         metrics.speculation_length.observe(plan.num_speculative_tokens)
         if result.agreement_ratio is not None:

@@ -201,6 +201,11 @@ class Target(Protocol):
         """
         ...
 
+    @property
+    def verifier_id(self) -> str:
+        """Of the verifier that the next draft goes to, as things stand; empty while there is none."""
+        ...
+
     async def verify(self, draft: Draft) -> tuple[Verification, bool]:
         """What the target makes of `draft`, and whether the request had to move.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from moot.core.errors import DeadlineExceeded, MootError, NoCapacity, PeerError, StoreError
 from moot.core.generation import Generation
-from moot.core.policy import Plan
+from moot.core.request_policy import Plan
 from moot.core.types import FinishReason, Verification
 from moot.metrics import Metrics
 from moot.proposers.base import Material
@@ -215,7 +215,7 @@ class _Course:
         self._asked = None
         proposals = await voters.collect(box, plan, self._targets.vocab_size)
         draft_seconds = voters.draft_seconds
-        result = voters.vote(plan, proposals)
+        result = voters.vote(plan, proposals, target.verifier_id)
         verification, moved = await target.verify(result.draft)
         if moved:
             return await self._commit_opening(verification)

@@ -53,6 +53,10 @@ class MovingTarget:
         if session is not None and session.is_alive:
             await session.link.pool.reserve(session.session_id, self._pool.policy.verify_timeout_s)
 
+    @property
+    def verifier_id(self) -> str:
+        return "" if self._session is None else self._session.link.address
+
     async def verify(self, draft: Draft) -> tuple[Verification, bool]:
         await self.room()
         session = self._session

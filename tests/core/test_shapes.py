@@ -115,9 +115,9 @@ def test_a_step_in_the_cost_is_crossed_only_if_paid_for() -> None:
 
 def test_vote_drops_what_does_not_pay() -> None:
     """Only the part of the voted path that pays is drafted; the agreement is still of the vote."""
-    result = vote(THREE, WEIGHTS, shape="chain", value=1.0, cost=lambda n: 0.45 * n)
+    result = vote(THREE, WEIGHTS, shape="chain", spend=lambda chances: worth(chances, 1.0, lambda n: 0.45 * n))
     assert result.draft.token_ids == (1,)
-    nothing = vote(THREE, WEIGHTS, shape="tree", value=1.0, cost=lambda n: 2.0 * n)
+    nothing = vote(THREE, WEIGHTS, shape="tree", spend=lambda chances: worth(chances, 1.0, lambda n: 2.0 * n))
     assert len(nothing.draft) == 0
     assert nothing.winner_ids == ()
     assert nothing.agreement_ratio == pytest.approx(2 / 3)

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moot.core.costs import DraftCost, VerifyCost
+from moot.core.goodput import Goodput, PositionAcceptance
 from moot.core.speculation import (
     Fixed,
-    Goodput,
     Load,
     Minions,
-    PositionAcceptance,
     Probes,
     RoundSample,
     bound_length,

@@ -1,0 +1,213 @@
+"""The policy of one request: a round reads plan, (ask the drafters), vote, (verify, advance), learn.
+
+Nothing here can change a text, only its speed. What serves all requests is the pool's (moot/core/policy.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from moot.core.budget import Budget
+from moot.core.calibration import OwnAcceptance
+from moot.core.cascade import ALWAYS_ASK, expected_share, is_dear
+from moot.core.costs import RoundTimes
+from moot.core.generation import Advance, Generation
+from moot.core.goodput import Goodput
+from moot.core.lessons import heard, learn_ballot
+from moot.core.panel import Panel, PanelRound
+from moot.core.speculation import LengthPolicy, Load, RoundSample, bound_length
+from moot.core.types import Proposal, Verification
+from moot.core.voting import VoteResult, vote
+from moot.core.weights import Contest, Weights
+
+if TYPE_CHECKING:
+    from moot.core.policy import PoolPolicy
+
+_FOLLOWING = 0.2
+"""How fast what is known of the load follows the rounds: batches differ in size from step to step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one round may spend. `num_speculative_tokens` is what every drafter is asked for; 0: draft nothing.
+
+    `value`: seconds that one accepted token saves this request: a node is verified while that pays for the slower step;
+    None: every node up to `max_draft_tokens` is.
+    """
+
+    num_speculative_tokens: int
+    max_draft_tokens: int
+    value: float | None = None
+
+
+class RequestPolicy:
+    """The policy of one request. `close` when it ends: its weights flow back into the pool's."""
+
+    def __init__(
+        self,
+        pool: PoolPolicy,
+        weights: Weights,
+        length: LengthPolicy,
+        most: int,
+        is_adaptive: bool,
+        panel: Panel | None = None,
+    ) -> None:
+        """`most`: the greatest K that `length` comes to. `panel`: None where all are asked."""
+        self.most = most
+        self._pool = pool
+        self._weights = weights
+        self._length = length
+        self._spends_by_cost = is_adaptive and isinstance(length, Goodput)
+        # A request finds the verifier as those before it left it.
+        self._load = pool.load
+        self._usual = pool.usual
+        self._seconds = 0.0
+        self._tokens = 0.0
+        self._next_base: int | None = None
+        self._panel = panel
+        self._acceptance = OwnAcceptance(pool.acceptance)
+        self._budget: Budget | None = None
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Per drafter, summing to 1."""
+        return self._weights.numbers
+
+    def plan(self, generation: Generation, context_limit: int, load: Load | None = None, *, at_least: int = 0) -> Plan:
+        """What the next round may spend. `context_limit`: of the target, prompt plus output tokens. `load`: what shares
+        the verify step; None: what shared it in the last round. `at_least`: K of an earlier plan that was put off."""
+        if load is not None:
+            self._load = load
+        wanted = max(self._length.next_length(self._load), at_least)
+        length = bound_length(wanted, generation.base_length, context_limit, generation.num_remaining)
+        budget = self._pool.max_draft_tokens if length else 0
+        if not self._spends_by_cost:
+            return Plan(length, budget)
+        # Each request's time is worth the same: a token saves more of it where tokens are rare.
+        before = round(self._load.num_other_tokens) + 1
+        value = self._seconds / self._tokens if self._tokens else self._pool.verify_cost.seconds(before)
+        return Plan(length, budget, value)
+
+    def choose(self, drafter_ids: Sequence[str]) -> Sequence[str]:
+        """Whom of the request's drafters a round that drafts asks. Called once for each."""
+        return drafter_ids if self._panel is None else self._panel.choose(drafter_ids)
+
+    @property
+    def has_cascade(self) -> bool:
+        return self._pool.cascade < ALWAYS_ASK
+
+    def is_dear(self, answer_seconds: float | None) -> bool:
+        """Of a drafter whose answers usually take so long: whether it is asked only where cheaper ones are not sure."""
+        return self.has_cascade and is_dear(answer_seconds, self._usual.total if self._usual else None)
+
+    def is_sure(self, plan: Plan, proposals: Sequence[Proposal]) -> bool:
+        """Whether these proposals make it needless to ask further drafters."""
+        pool, length = self._pool, plan.num_speculative_tokens
+        return self.has_cascade and expected_share(proposals, pool.calibration, length) >= pool.cascade
+
+    def vote(self, plan: Plan, proposals: Sequence[Proposal], verifier_id: str = "") -> VoteResult:
+        """One draft out of valid proposals (see voting.validate_proposal), for the next step of this verifier."""
+        pool = self._pool
+        budget = self._join(verifier_id)
+
+        def spend(probabilities: Sequence[float]) -> int:
+            value = plan.value
+            values = [inf if value is None else value * probability for probability in probabilities]
+            return budget.spend(self, values, max(self._load.num_requests, 1.0))
+
+        return vote(
+            proposals,
+            self._weights.numbers,
+            policy=pool.vote,
+            shape=pool.shape,
+            num_speculative_tokens=plan.num_speculative_tokens,
+            max_draft_tokens=plan.max_draft_tokens,
+            calibration=pool.calibration,
+            families=pool.families,
+            acceptance=self._acceptance,
+            spend=spend,
+        )
+
+    def _join(self, verifier_id: str) -> Budget:
+        """The budget of the verifier that the request is at now."""
+        budget = self._pool.budget(verifier_id)
+        if self._budget is not budget:
+            if self._budget is not None:
+                self._budget.leave(self)
+            self._budget = budget
+        return budget
+
+    def learn(
+        self,
+        plan: Plan,
+        result: VoteResult,
+        advance: Advance,
+        verification: Verification,
+        draft_seconds: float,
+        round_seconds: float | None = None,
+        answers: Mapping[str, float | None] | None = None,
+    ) -> None:
+        """Learn from a committed round. `draft_seconds`: from asking the drafters to the vote; `round_seconds`: from
+        asking to this moment, None where it is not known. `answers`: per drafter that was asked the seconds until its
+        answer, None where it missed the vote; no mapping: not known."""
+        pool = self._pool
+        if self._next_base is not None and self._next_base != advance.base_length:
+            # A session opened again has committed a token that no round has shown to the weights.
+            self._weights.finish()
+        self._next_base = advance.base_length + len(advance.token_ids)
+        learn_ballot(result, advance.token_ids, pool.calibration, pool.acceptance, self._acceptance)
+        self._weights.observe(
+            Contest(
+                plan.num_speculative_tokens,
+                result.ballot.proposals,
+                advance.token_ids,
+                result.winner_ids,
+                len(result.path),
+                advance.num_accepted,
+            )
+        )
+        forward_seconds = verification.forward_us * 1e-6
+        num_drafted = len(result.draft)
+        sample = RoundSample(
+            plan.num_speculative_tokens,
+            num_drafted,
+            advance.num_accepted,
+            forward_seconds,
+            is_cut=advance.finish_reason is not None,
+            num_offered=result.num_offered,
+        )
+        self._length.observe(sample)
+        num_requests = max(verification.batch_requests, 1)
+        if verification.batch_prefill_tokens == 0:
+            # Prefill is cheaper by the token: its steps would make large drafts look cheap.
+            pool.verify_cost.observe(verification.batch_tokens, forward_seconds, 1 / num_requests)
+        # What a trial waited for is no usual wait.
+        if not pool.panel.is_trial(answers or ()):
+            pool.draft_cost.observe(plan.num_speculative_tokens, draft_seconds, 1 / num_requests)
+        drafting = draft_seconds if plan.num_speculative_tokens else 0.0
+        waiting = verification.queue_us * 1e-6
+        # A round that nobody timed took what its parts took.
+        total = drafting + waiting + forward_seconds if round_seconds is None else round_seconds
+        times = RoundTimes(total, drafting, waiting, forward_seconds)
+        if self._panel is not None and answers and plan.num_speculative_tokens:
+            answered = heard(answers, result.ballot.proposals, advance)
+            done = PanelRound(answered, advance.num_accepted, len(advance.token_ids), draft_seconds, total)
+            if self._panel.learn(done, num_requests):
+                # Others are waited for from now on.
+                pool.draft_cost.forget()
+        pool.usual = times if pool.usual is None else pool.usual.moved(times, _FOLLOWING / num_requests)
+        usual = self._usual = pool.usual if self._usual is None else self._usual.moved(times, _FOLLOWING)
+        self._load = self._load.moved(verification, num_drafted, usual, _FOLLOWING)
+        pool.load = self._load
+        self._seconds = 0.9 * self._seconds + draft_seconds + forward_seconds
+        self._tokens = 0.9 * self._tokens + len(advance.token_ids)
+
+    def close(self) -> None:
+        """The request has ended, for whatever reason."""
+        if self._budget is not None:
+            self._budget.leave(self)
+        self._weights.finish()
+        self._pool.pool_weights.flow_back(self._weights.numbers)
