@@ -19,6 +19,9 @@ _FORGOTTEN: Final = 1000
 _FINE: Final = 32
 _TILED: Final = 128
 
+_IDLE: Final = 0.997
+"""What a round that drafts nothing leaves of what is known of draft times."""
+
 _SPREAD: Final = 0.1
 """How far durations are taken to lie from their expectation before any has been seen, as a part of it."""
 _SPREAD_RATE: Final = 0.02
@@ -186,8 +189,12 @@ class DraftCost:
         """Mean distance of a draft's duration from what was expected, as a part of that."""
 
     def observe(self, num_speculative_tokens: int, seconds: float, weight: float = 1.0) -> None:
-        """Only rounds that drafted: K > 0. `weight`, in (0, 1]: as in VerifyCost."""
-        if num_speculative_tokens <= 0 or not 0 <= seconds < float("inf"):
+        """A round. Those that drafted nothing, K = 0, let what is known fade: they would keep what a slow moment of the
+        drafters said from being tried again. `weight`, in (0, 1]: as in VerifyCost."""
+        if num_speculative_tokens <= 0:
+            self._sums = [each * _IDLE**weight for each in self._sums]
+            return
+        if not 0 <= seconds < float("inf"):
             return
         if self._sums[0] >= 3:
             expected = self.seconds(num_speculative_tokens)

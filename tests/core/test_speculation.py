@@ -247,6 +247,20 @@ def test_what_a_slow_moment_said_is_forgotten() -> None:
     assert cost.seconds(1) == pytest.approx(0.03, rel=0.01)
 
 
+def test_draft_times_fade_while_nothing_is_drafted() -> None:
+    """What drafts took in a slow moment is half forgotten after a few hundred rounds without one, so that one that is
+    made then counts."""
+    cost = DraftCost()
+    for _ in range(50):
+        cost.observe(4, 0.1)
+    for _ in range(1000):
+        cost.observe(0, 0.0)
+    before = cost.seconds(4)
+    for _ in range(3):
+        cost.observe(4, 0.001)
+    assert cost.seconds(4) < 0.6 * before
+
+
 def test_verify_cost_ignores_what_is_no_measurement() -> None:
     """An answer without timing must not make verification look free."""
     cost = VerifyCost(prior_seconds=0.5)
