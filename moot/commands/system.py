@@ -38,11 +38,7 @@ class SystemConfig:
         "run in the verifier, kinds without a model in the router, others as processes",
     )
     drafter_processes: bool = option(False, help="every drafter as a process of its own, as its pods are on a cluster")
-    shape: str = option(
-        "chain",
-        help="what is verified of the proposals; on a CPU each branch costs a round of attention",
-        choices=tuple(SHAPES),
-    )
+    shape: str = option("tree", help="what is verified of the proposals", choices=tuple(SHAPES))
     proposal_width: int = option(1, help="proposals that one drafter may make for a round")
     api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: everybody may call)")
     redis_url: str | None = option(

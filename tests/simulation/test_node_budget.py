@@ -13,7 +13,7 @@ CASES = [("CPU", "mixed", 1), ("CPU", "mixed", 4), ("CPU", "free", 4), ("GPU", "
 def test_the_policy_spends_as_well_as_the_best_fixed_tree(machine: str, texts: str, concurrency: int) -> None:
     """Within 6 % (a run is a sample) of the fixed tree that is best for this load, whichever that is, without being
     told which of the requests copy."""
-    found = compare(machine, texts, concurrency, rounds=1500, seeds=(1, 2))
+    found = compare(machine, texts, concurrency, rounds=1500, seeds=(1, 2, 3, 4, 5))
     assert found.of(found.best).median >= 0.94
 
 
