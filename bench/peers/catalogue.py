@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from moot.shipped import locate
+
 BFLOAT16, FOUR_BITS = "bfloat16", "4-bit weights: another model's numerics"
 
 
@@ -49,7 +51,9 @@ PEERS = (
         (
             Variant("plain", "transformers generate"),
             Variant("prompt_lookup", "transformers prompt lookup", plain_of="plain"),
+            Variant("assistant", "transformers assisted by our draft model", plain_of="plain"),
         ),
+        (str(locate("shipped@neural-smollm2-135m")),),
     ),
     Peer(
         "transformers_continuous",

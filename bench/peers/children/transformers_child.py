@@ -1,4 +1,4 @@
-"""transformers' `generate`, plain and with prompt lookup."""
+"""transformers' `generate`: plain, with prompt lookup, and assisted by a draft model."""
 
 from __future__ import annotations
 
@@ -31,19 +31,25 @@ class FirstToken(BaseStreamer):
         pass
 
 
-def main(folder: str, threads: int) -> None:
+def main(folder: str, threads: int, assistant: str) -> None:
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model, draft = (
+        AutoModelForCausalLM.from_pretrained(each, dtype=torch.bfloat16).eval() for each in (folder, assistant)
+    )
+    speculation: dict[str, dict[str, Any]] = {
+        "prompt_lookup": {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS},
+        "assistant": {"assistant_model": draft},
+    }
 
     def answer(request: dict[str, Any]) -> list[Answer]:
-        return [one(model, request, prompt) for prompt in request["prompts"]]
+        extra = speculation.get(request["variant"], {})
+        return [one(model, request, prompt, extra) for prompt in request["prompts"]]
 
     serve(answer, versions={"transformers": transformers.__version__, "torch": torch.__version__})
 
 
-def one(model: Any, request: dict[str, Any], prompt: list[int]) -> Answer:
+def one(model: Any, request: dict[str, Any], prompt: list[int], extra: dict[str, Any]) -> Answer:
     clock = Clock(time.perf_counter())
-    extra = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS} if request["variant"] == "prompt_lookup" else {}
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         out = model.generate(
@@ -60,4 +66,4 @@ def one(model: Any, request: dict[str, Any], prompt: list[int]) -> Answer:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
