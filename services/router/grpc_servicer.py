@@ -19,6 +19,7 @@ from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
 from services.router.auth import ApiKeys
 from services.router.http.endpoint import Front
+from services.router.http.refusals import Attempt
 from services.router.http.running import Choice, run_choices
 from services.router.limits import Ticket
 from services.router.stop_strings import StopStrings
@@ -51,10 +52,11 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         base_id = f"grpc-{uuid.uuid4().hex}"
         request_id_var.set(base_id)
         caller = self._keys.caller(_authorization(context))
-        with front.admission.enter(caller) as ticket:
+        with Attempt(front.metrics) as attempt, front.admission.enter(caller) as ticket:
             info = front.serving()
             requests, common = await self._plan(request, info, ticket, caller, base_id)
             choices = self._choices(requests, common, info)
+            attempt.is_generating = True
             running = run_choices(
                 front.generator, choices, front.settings, front.metrics, started, front.admission.aborting
             )

@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from moot.admin import AdminServer
 from moot.core.errors import ConfigError, Draining, MootError, NoCapacity
 from moot.core.policy import make_policy
 from moot.core.types import ModelInfo
-from moot.metrics import AdminServer, Metrics
+from moot.metrics import Metrics
 from moot.proposers.entries import parse_entries
 from moot.proposers.registry import REQUEST_KINDS, create
 from moot.rpc.server import GrpcServer, termination_event, write_ready_file
@@ -142,6 +143,8 @@ class Peers:
         alone = alone and not self.targets.drafts
         self._metrics.degraded.labels("no_drafters").set(alone)
         self._metrics.degraded.labels("no_verifiers").set(not self.targets.is_available)
+        if self.targets.info is not None:
+            self._metrics.model_info.labels(self.targets.info.model).set(1)
 
     # What the fronts ask (settings.FrontState).
 
@@ -199,6 +202,7 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
     """Serve until SIGTERM; then readiness off, new requests refused, running ones finished, everything closed."""
     terminated = terminated or termination_event()
     metrics = Metrics("router")
+    metrics.num_requests_limit.set(config.http.max_choices_in_flight)
     tokenizer = load_tokenizer(config.model, config.revision)
     keys = ApiKeys.from_keys(config.api_key)
     if config.api_keys_file is not None:

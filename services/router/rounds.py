@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -134,7 +135,11 @@ class Rounds:
         )
 
     async def _commit(self, request_id: str, epoch: int, committed: int, span: Span) -> bool:
-        return await self._store.commit(request_id, epoch, committed, span.token_ids, span.finish_reason)
+        started = time.monotonic()
+        try:
+            return await self._store.commit(request_id, epoch, committed, span.token_ids, span.finish_reason)
+        finally:
+            self._metrics.store_commit_seconds.observe(time.monotonic() - started)
 
     async def _close_record(
         self, request_id: str, epoch: int, committed: int, unsettled: Span | None, reason: FinishReason
@@ -235,8 +240,8 @@ class _Course:
         finally:
             voters.learn(plan, result, advance, verification, draft_seconds, round_seconds)
             self._counters.count(result.draft, advance, generation, self._known)
-            self._counters.draft_seconds.observe(draft_seconds)
-            self._counters.verify_seconds.observe(round_seconds - draft_seconds)
+            num_tokens, verify_seconds = len(advance.token_ids), round_seconds - draft_seconds
+            self._counters.time(verification, num_tokens, draft_seconds, verify_seconds)
 
     async def _ask(self) -> tuple[Plan, BallotBox]:
         """Plan a round and ask the drafters, as soon as there is room for its draft."""

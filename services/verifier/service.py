@@ -63,6 +63,8 @@ async def serve(config: VerifierConfig) -> int:
 
     worker = WorkerThread("compute")
     engine = await asyncio.wrap_future(worker.submit(lambda: make_engine(config, metrics, on_death)))
+    metrics.model_info.labels(engine.info.model).set(1)
+    metrics.num_requests_limit.set(config.max_num_seqs + config.max_waiting_seqs)
     if config.vllm_metric_names:
         metrics.add_vllm_names(engine.info.model)
     servicer = VerifierServicer(engine, config)

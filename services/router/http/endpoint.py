@@ -24,6 +24,7 @@ from services.router.http import errors, sse
 from services.router.http.chat import ChatReply
 from services.router.http.completions import CompletionReply
 from services.router.http.middleware import ClientGone
+from services.router.http.refusals import Attempt
 from services.router.http.replies import Envelope, Reply
 from services.router.http.running import Choice, run_choices
 from services.router.limits import Admission, Ticket
@@ -68,10 +69,10 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()
         request = Request(scope, receive)
-        with self._front.admission.enter(request.state.caller) as ticket:
+        with Attempt(self._front.metrics) as attempt, self._front.admission.enter(request.state.caller) as ticket:
             info = self._front.serving()
             body = await self._read(request)
-            work = self._answer(body, info, ticket, request.state.caller, started, send)
+            work = self._answer(body, info, ticket, attempt, request.state.caller, started, send)
             response = await sse.unless_gone(receive, work, 2 * self._front.settings.abort_timeout_s)
             if response is not None:
                 await response(scope, receive, send)
@@ -99,7 +100,7 @@ class GenerationEndpoint:
         return bytes(body)
 
     async def _answer(
-        self, body: bytes, info: ModelInfo, ticket: Ticket, caller: str, started: float, send: Send
+        self, body: bytes, info: ModelInfo, ticket: Ticket, attempt: Attempt, caller: str, started: float, send: Send
     ) -> Response | None:
         """The response; None when it was streamed through `send`."""
         front = self._front
@@ -120,6 +121,7 @@ class GenerationEndpoint:
         ]
         envelope = Envelope(base_id, int(time.time()), common, tokens, choices)
         reply: Reply = ChatReply(tokens) if self._chat else CompletionReply(tokens)
+        attempt.is_generating = True
         running = run_choices(
             front.generator, choices, front.settings, front.metrics, started, front.admission.aborting
         )

@@ -58,18 +58,22 @@ class ChoiceTimer:
         self._started = started
         self._last: float | None = None
         metrics.num_requests_running.inc()
+        metrics.num_requests_waiting.inc()
 
     def tokens(self, count: int) -> None:
         if not count:
             return
         now = time.monotonic()
         if self._last is None:
+            self._metrics.num_requests_waiting.dec()
             self._metrics.time_to_first_token_seconds.observe(now - self._started)
         else:
             self._metrics.inter_token_latency_seconds.observe((now - self._last) / count, count)
         self._last = now
 
     def end(self, finish_reason: FinishReason) -> None:
+        if self._last is None:
+            self._metrics.num_requests_waiting.dec()
         self._metrics.num_requests_running.dec()
         self._metrics.requests.labels(finish_reason.value).inc()
         self._metrics.e2e_request_latency_seconds.observe(time.monotonic() - self._started)
