@@ -19,7 +19,13 @@ def table() -> str:
     lines: list[str] = []
     definitions = Metrics().definitions
     for service in SERVICES:
-        lines += ["", f"## {service.capitalize()}", "", "| metric | type | labels | what it says |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {service.capitalize()}",
+            "",
+            "| metric | type | labels | what it says |",
+            "|---|---|---|---|",
+        ]
         lines += [_row(one) for one in definitions if service in one.owners]
     return "\n".join([BEGIN, *lines, "", END])
 
