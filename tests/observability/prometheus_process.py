@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import socket
 import urllib.error
 import urllib.parse
@@ -13,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
+from needed_tools import program
 from processes import LOOPBACK, START_TIMEOUT_S
 from shown_expressions import RULES
 
@@ -29,14 +28,11 @@ class Prometheus:
     promtool."""
 
     def __init__(self, supervisor: Supervisor, folder: Path, targets: Mapping[str, Sequence[int]]) -> None:
-        program = shutil.which("prometheus")
-        if program is None:
-            pytest.skip("prometheus is not here: apt-get install prometheus")
         self._url = f"http://{LOOPBACK}:{_free_port()}"
         folder.mkdir()
         (folder / "prometheus.yml").write_text(yaml.safe_dump(_config(folder, targets)))
         argv = [
-            program,
+            program("prometheus"),
             f"--config.file={folder / 'prometheus.yml'}",
             f"--storage.tsdb.path={folder / 'data'}",
             f"--web.listen-address={self._url.removeprefix('http://')}",

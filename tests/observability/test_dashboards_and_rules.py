@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from needed_tools import module, program
 from shown_expressions import DASHBOARDS, RULES, RUNBOOKS, dashboard, filled, of_dashboards, of_rules, rules
 
 from moot.metrics import Metrics
 
-promql = pytest.importorskip("promql_parser", reason="promql-parser (PyPI) is not installed")
+promql = module("promql_parser", "promql-parser")
 
 
 def _promtool(*arguments: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    tool = shutil.which("promtool")
-    if tool is None:
-        pytest.skip("promtool is not here: apt-get install prometheus")
-    return subprocess.run([tool, *arguments], input=given, capture_output=True, text=True, timeout=120, check=False)
+    command = [program("promtool"), *arguments]
+    return subprocess.run(command, input=given, capture_output=True, text=True, timeout=120, check=False)
 
 
 def _known_names() -> set[str]:
@@ -37,25 +35,21 @@ def _known_names() -> set[str]:
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_a_dashboard_is_what_grafana_reads(path: Path) -> None:
     """It loads into Grafana's own types, and every panel and query keeps its kind there."""
-    sdk = pytest.importorskip("grafana_foundation_sdk", reason="grafana-foundation-sdk (PyPI) is not installed")
-    assert sdk
-    from grafana_foundation_sdk.cog import plugins
-    from grafana_foundation_sdk.cog.encoder import JSONEncoder
-    from grafana_foundation_sdk.models.dashboard import Dashboard, RowPanel
-    from grafana_foundation_sdk.models.prometheus import Dataquery
-
+    sdk = "grafana_foundation_sdk"
+    names = ("cog.plugins", "cog.encoder", "models.dashboard", "models.prometheus")
+    plugins, encoder, types, prometheus = (module(f"{sdk}.{name}", "grafana-foundation-sdk") for name in names)
     plugins.register_default_plugins()
     shown = dashboard(path)
-    loaded = Dashboard.from_json(shown)
+    loaded = types.Dashboard.from_json(shown)
     assert loaded.uid == f"moot-{path.stem}"
     assert len(loaded.panels or []) == len(shown["panels"]) > 10
     for panel in loaded.panels or []:
-        if not isinstance(panel, RowPanel):
+        if not isinstance(panel, types.RowPanel):
             assert panel.type_val in ("timeseries", "stat", "heatmap")
             assert panel.targets
-            assert all(isinstance(target, Dataquery) for target in panel.targets)
+            assert all(isinstance(target, prometheus.Dataquery) for target in panel.targets)
     # What the types do not know would be lost here.
-    again = json.loads(JSONEncoder(sort_keys=True).encode(loaded))
+    again = json.loads(encoder.JSONEncoder(sort_keys=True).encode(loaded))
     for given, kept in zip(shown["panels"], again["panels"], strict=True):
         assert _missing(given, kept) == [], given["title"]
 
