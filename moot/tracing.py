@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import importlib
 import os
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -21,15 +22,15 @@ Value = str | int | float | bool
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
-incoming: contextvars.ContextVar[str] = contextvars.ContextVar("traceparent", default="")
-"""The caller's context (the header `traceparent` of W3C Trace Context), set by whoever takes a request in."""
+traceparent_var: contextvars.ContextVar[str] = contextvars.ContextVar("traceparent", default="")
+"""Where the trace of this task's request goes on: the caller's context at first, then that of our own span."""
 
 
 class Span:
     """A request's stay here. This one records nothing: it stands for all while tracing is off."""
 
-    context = ""
-    """For the messages of the request: a `traceparent`, or nothing."""
+    traceparent = ""
+    """For the messages of the request: its context as W3C Trace Context writes it, or nothing."""
 
     def note(self, **attributes: Value) -> None:
         """Facts for whoever looks at it; names get the prefix `moot.`."""
@@ -39,10 +40,10 @@ class Span:
 
 
 class _Recorded(Span):
-    def __init__(self, span: Any, context: str, failed: Any) -> None:
+    def __init__(self, span: Any, traceparent: str, failed: Any) -> None:
         self._span = span
         self._failed = failed
-        self.context = context
+        self.traceparent = traceparent
 
     def note(self, **attributes: Value) -> None:
         for name, value in attributes.items():
@@ -100,6 +101,14 @@ _MODULES = (
 )
 
 
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def checked_traceparent(header: str | None) -> str:
+    """What a caller sent, if it is one: nothing else goes into our messages."""
+    return header if header is not None and _TRACEPARENT.fullmatch(header) else ""
+
+
 def open_tracing(service: str, environ: Mapping[str, str] | None = None) -> Tracing:
     """Whatever the environment says. Raises ConfigError where it names a collector and the packages are missing."""
     environ = os.environ if environ is None else environ
@@ -110,4 +119,5 @@ def _imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"{ENDPOINTS[1]} is set, and OpenTelemetry is missing: pip install 'moot[tracing]'") from error
+        problem = f"{ENDPOINTS[1]} is set, and OpenTelemetry is not installed: pip install 'moot[tracing]'"
+        raise ConfigError(problem) from error

@@ -18,6 +18,7 @@ from moot.proposers.entries import parse_entries
 from moot.proposers.registry import REQUEST_KINDS, create
 from moot.rpc.server import GrpcServer, termination_event, write_ready_file
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
+from moot.tracing import open_tracing
 from moot.v1 import router_service_pb2_grpc
 from services.router import collector
 from services.router.auth import ApiKeys
@@ -201,7 +202,7 @@ class LoopWatch:
 async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -> None:
     """Serve until SIGTERM; then readiness off, new requests refused, running ones finished, everything closed."""
     terminated = terminated or termination_event()
-    metrics = Metrics("router")
+    metrics, tracing = Metrics("router"), open_tracing("router")
     metrics.num_requests_limit.set(config.http.max_choices_in_flight)
     tokenizer = load_tokenizer(config.model, config.revision)
     keys = ApiKeys.from_keys(config.api_key)
@@ -212,7 +213,16 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
     model = ServedModel(config.served_model_names[0], tokenizer_fingerprint(tokenizer))
     rounds = Rounds(peers.targets, peers.electorate, store, model, metrics, config.max_buffered_spans)
     watch = LoopWatch(config.stall_limit_s)
-    app = create_app(rounds, tokenizer, config.http, state=peers, metrics=metrics, api_keys=keys, alive=watch.alive)
+    app = create_app(
+        rounds,
+        tokenizer,
+        config.http,
+        state=peers,
+        metrics=metrics,
+        api_keys=keys,
+        alive=watch.alive,
+        tracing=tracing,
+    )
     server = GrpcServer(config.link, (SERVICE,), config.reuse_port)
     router_service_pb2_grpc.add_RouterServiceServicer_to_server(RouterServicer(app.state.front, keys), server.server)
     admin = AdminServer(
@@ -245,6 +255,7 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
         await server.stop(grace_s=1.0)
         await peers.close()
         await store.close()
+        await asyncio.to_thread(tracing.close)
         admin.close()
         watch.close()
 

@@ -19,6 +19,7 @@ from moot.core.policy import Plan
 from moot.core.types import FinishReason, Verification
 from moot.metrics import Metrics
 from moot.proposers.base import Material
+from moot.tracing import traceparent_var
 from services.router.counting import Known, RoundCounters
 from services.router.electorate import Electorate
 from services.router.ports import BallotBox, Prefix, Targets
@@ -177,6 +178,7 @@ class _Course:
             params=request.params,
             output_token_ids=self._generation.output_token_ids,
             cache_salt=request.cache_salt,
+            traceparent=traceparent_var.get(),
             material=Material(
                 prompt_length=len(request.prompt_token_ids),
                 prediction_token_ids=request.prediction_token_ids,

@@ -135,6 +135,7 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         opening.sampling.CopyFrom(convert.sampling_to_pb(prefix.params))
         opening.cache_salt = prefix.cache_salt
         opening.num_top_candidates = num_top_candidates
+        opening.traceparent = prefix.traceparent
         if prefix.inside is not None:
             opening.inside_drafter_ids.extend(prefix.inside.drafter_ids)
             opening.inside_width = prefix.inside.width

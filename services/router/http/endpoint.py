@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from moot.core.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, MootError, NoCapacity
 from moot.core.types import ModelInfo
 from moot.metrics import Metrics
+from moot.tracing import Tracing
 from services.router import validation
 from services.router.fields import parse_json_object
 from services.router.http import errors, sse
@@ -47,6 +48,7 @@ class Front:
     state: FrontState
     admission: Admission
     metrics: Metrics
+    tracing: Tracing = field(default_factory=Tracing)
 
     def serving(self) -> ModelInfo:
         """The model behind us. Raises what new requests are refused with now."""
@@ -123,7 +125,7 @@ class GenerationEndpoint:
         reply: Reply = ChatReply(tokens) if self._chat else CompletionReply(tokens)
         attempt.is_generating = True
         running = run_choices(
-            front.generator, choices, front.settings, front.metrics, started, front.admission.aborting
+            front.generator, choices, front.settings, front.metrics, started, front.admission.aborting, front.tracing
         )
         async with aclosing(running) as chunks:
             if common.stream:
