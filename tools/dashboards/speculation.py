@@ -153,7 +153,7 @@ _DRAFTERS = Row(
                     of_model(rate("moot_proposals_dropped_total", drafter=_POOL)), by="drafter, reason"
                 ): "{{drafter}} {{reason}}"
             },
-            "late: after the vote. stale: of a question that is over. lost, ejected: with its replica. Else malformed.",
+            "late: after the vote. stale: its question is over. lost, ejected: with its replica. empty: it abstained.",
         ),
         Panel(
             "Not asked, and why",
