@@ -34,17 +34,21 @@ class Tally:
 
 
 class TallyFamily(Collector):
-    """Tallies of one metric, by the values of its labels. Without labels there is one, from the start."""
+    """Tallies of one metric, by the values of its labels. Without labels there is one, from the start.
+
+    `registry`: where it is exposed, or None.
+    """
 
     def __init__(
-        self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str], registry: CollectorRegistry
+        self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str], registry: CollectorRegistry | None
     ) -> None:
         self._name, self._text, self._labels = name, text, tuple(labels)
         self._bounds = tuple(bounds)
         self._tallies: dict[tuple[str, ...], Tally] = {}
         if not labels:
             self.labels()
-        registry.register(self)
+        if registry is not None:
+            registry.register(self)
 
     def labels(self, *values: str) -> Tally:
         if len(values) != len(self._labels):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moot.v1 import token_pb2 as moot_dot_v1_dot_token__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emoot/v1/verifier_service.proto\x12\x07moot.v1\x1a\x13moot/v1/token.proto\"9\n\rVerifyRequest\x12(\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x16.moot.v1.VerifyCommand\"\xf7\x01\n\rVerifyCommand\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12$\n\x04open\x18\x02 \x01(\x0b\x32\x14.moot.v1.OpenSessionH\x00\x12&\n\x06verify\x18\x03 \x01(\x0b\x32\x14.moot.v1.VerifyDraftH\x00\x12(\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x16.moot.v1.FinishSessionH\x00\x12&\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x15.moot.v1.AbortSessionH\x00\x12\'\n\theartbeat\x18\x06 \x01(\x0b\x32\x12.moot.v1.HeartbeatH\x00\x42\t\n\x07\x63ommand\"\x85\x02\n\x0bOpenSession\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x1c\n\x10output_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12)\n\x08sampling\x18\x04 \x01(\x0b\x32\x17.moot.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x1a\n\x12num_top_candidates\x18\x06 \x01(\r\x12\x1a\n\x12inside_drafter_ids\x18\x07 \x03(\t\x12\x14\n\x0cinside_width\x18\x08 \x01(\r\x12\x19\n\x11num_inside_tokens\x18\t \x01(\r\"\x8b\x01\n\x0bVerifyDraft\x12\x13\n\x0bround_index\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x1b\n\x0f\x64raft_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x1a\n\x0eparent_indices\x18\x04 \x03(\x11\x42\x02\x10\x01\x12\x19\n\x11num_inside_tokens\x18\x05 \x01(\r\"\x0f\n\rFinishSession\"\x0e\n\x0c\x41\x62ortSession\"i\n\tHeartbeat\x12\x14\n\x0cstep_counter\x18\x01 \x01(\x04\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x14\n\x0cnum_sessions\x18\x03 \x01(\r\x12\x1c\n\x14kv_cache_usage_ratio\x18\x04 \x01(\x02\"8\n\x0eVerifyResponse\x12&\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x15.moot.v1.VerifyAnswer\"\xf6\x01\n\x0cVerifyAnswer\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12(\n\x06opened\x18\x02 \x01(\x0b\x32\x16.moot.v1.SessionOpenedH\x00\x12*\n\x08verified\x18\x03 \x01(\x0b\x32\x16.moot.v1.DraftVerifiedH\x00\x12(\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x16.moot.v1.SessionFailedH\x00\x12\x1f\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x0e.moot.v1.DrainH\x00\x12\'\n\theartbeat\x18\x06 \x01(\x0b\x32\x12.moot.v1.HeartbeatH\x00\x42\x08\n\x06\x61nswer\"\xb0\x02\n\rSessionOpened\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x1c\n\x10output_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12,\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x15.moot.v1.FinishReason\x12(\n\x08logprobs\x18\x04 \x03(\x0b\x32\x16.moot.v1.TokenLogprobs\x12.\n\x0etop_candidates\x18\x05 \x01(\x0b\x32\x16.moot.v1.TopCandidates\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12#\n\x06timing\x18\x07 \x01(\x0b\x32\x13.moot.v1.StepTiming\x12$\n\tproposals\x18\x08 \x03(\x0b\x32\x11.moot.v1.Proposal\"\xc0\x02\n\rDraftVerified\x12\x13\n\x0bround_index\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x1c\n\x10output_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12,\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x15.moot.v1.FinishReason\x12(\n\x08logprobs\x18\x06 \x03(\x0b\x32\x16.moot.v1.TokenLogprobs\x12.\n\x0etop_candidates\x18\x07 \x01(\x0b\x32\x16.moot.v1.TopCandidates\x12$\n\tproposals\x18\x08 \x03(\x0b\x32\x11.moot.v1.Proposal\x12#\n\x06timing\x18\t \x01(\x0b\x32\x13.moot.v1.StepTiming\"\x91\x01\n\nStepTiming\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\nforward_us\x18\x02 \x01(\r\x12\x16\n\x0e\x62\x61tch_requests\x18\x03 \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x04 \x01(\r\x12\x11\n\tinside_us\x18\x06 \x01(\r\x12\x1c\n\x14\x62\x61tch_prefill_tokens\x18\x05 \x01(\r\"\xfa\x01\n\rSessionFailed\x12)\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1b.moot.v1.SessionFailed.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x13\n\x0bround_index\x18\x03 \x01(\x04\"\x97\x01\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43ODE_UNKNOWN_SESSION\x10\x01\x12\x10\n\x0c\x43ODE_INVALID\x10\x02\x12\x11\n\rCODE_POISONED\x10\x03\x12\x14\n\x10\x43ODE_NO_CAPACITY\x10\x04\x12\x11\n\rCODE_DRAINING\x10\x05\x12\x11\n\rCODE_INTERNAL\x10\x06\"\x19\n\x05\x44rain\x12\x10\n\x08grace_ms\x18\x01 \x01(\r\"\x19\n\x17\x44\x65scribeVerifierRequest\"\xe8\x01\n\x18\x44\x65scribeVerifierResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.moot.v1.ModelInfo\x12\x1a\n\x12kv_capacity_tokens\x18\x02 \x01(\x04\x12\x1c\n\x14numerics_fingerprint\x18\x03 \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\r\x12\x15\n\rdeterministic\x18\x06 \x01(\x08\x12(\n\x08\x64rafters\x18\x07 \x03(\x0b\x32\x16.moot.v1.InsideDrafter\"A\n\rInsideDrafter\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x03 \x01(\t2\xa1\x01\n\x0fVerifierService\x12=\n\x06Verify\x12\x16.moot.v1.VerifyRequest\x1a\x17.moot.v1.VerifyResponse(\x01\x30\x01\x12O\n\x08\x44\x65scribe\x12 .moot.v1.DescribeVerifierRequest\x1a!.moot.v1.DescribeVerifierResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emoot/v1/verifier_service.proto\x12\x07moot.v1\x1a\x13moot/v1/token.proto\"9\n\rVerifyRequest\x12(\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x16.moot.v1.VerifyCommand\"\xf7\x01\n\rVerifyCommand\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12$\n\x04open\x18\x02 \x01(\x0b\x32\x14.moot.v1.OpenSessionH\x00\x12&\n\x06verify\x18\x03 \x01(\x0b\x32\x14.moot.v1.VerifyDraftH\x00\x12(\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x16.moot.v1.FinishSessionH\x00\x12&\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x15.moot.v1.AbortSessionH\x00\x12\'\n\theartbeat\x18\x06 \x01(\x0b\x32\x12.moot.v1.HeartbeatH\x00\x42\t\n\x07\x63ommand\"\x9a\x02\n\x0bOpenSession\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x1c\n\x10output_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12)\n\x08sampling\x18\x04 \x01(\x0b\x32\x17.moot.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x1a\n\x12num_top_candidates\x18\x06 \x01(\r\x12\x1a\n\x12inside_drafter_ids\x18\x07 \x03(\t\x12\x14\n\x0cinside_width\x18\x08 \x01(\r\x12\x19\n\x11num_inside_tokens\x18\t \x01(\r\x12\x13\n\x0btraceparent\x18\n \x01(\t\"\x8b\x01\n\x0bVerifyDraft\x12\x13\n\x0bround_index\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x1b\n\x0f\x64raft_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x1a\n\x0eparent_indices\x18\x04 \x03(\x11\x42\x02\x10\x01\x12\x19\n\x11num_inside_tokens\x18\x05 \x01(\r\"\x0f\n\rFinishSession\"\x0e\n\x0c\x41\x62ortSession\"i\n\tHeartbeat\x12\x14\n\x0cstep_counter\x18\x01 \x01(\x04\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x14\n\x0cnum_sessions\x18\x03 \x01(\r\x12\x1c\n\x14kv_cache_usage_ratio\x18\x04 \x01(\x02\"8\n\x0eVerifyResponse\x12&\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x15.moot.v1.VerifyAnswer\"\xf6\x01\n\x0cVerifyAnswer\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12(\n\x06opened\x18\x02 \x01(\x0b\x32\x16.moot.v1.SessionOpenedH\x00\x12*\n\x08verified\x18\x03 \x01(\x0b\x32\x16.moot.v1.DraftVerifiedH\x00\x12(\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x16.moot.v1.SessionFailedH\x00\x12\x1f\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x0e.moot.v1.DrainH\x00\x12\'\n\theartbeat\x18\x06 \x01(\x0b\x32\x12.moot.v1.HeartbeatH\x00\x42\x08\n\x06\x61nswer\"\xb0\x02\n\rSessionOpened\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x1c\n\x10output_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12,\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x15.moot.v1.FinishReason\x12(\n\x08logprobs\x18\x04 \x03(\x0b\x32\x16.moot.v1.TokenLogprobs\x12.\n\x0etop_candidates\x18\x05 \x01(\x0b\x32\x16.moot.v1.TopCandidates\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12#\n\x06timing\x18\x07 \x01(\x0b\x32\x13.moot.v1.StepTiming\x12$\n\tproposals\x18\x08 \x03(\x0b\x32\x11.moot.v1.Proposal\"\xc0\x02\n\rDraftVerified\x12\x13\n\x0bround_index\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x1c\n\x10output_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12,\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x15.moot.v1.FinishReason\x12(\n\x08logprobs\x18\x06 \x03(\x0b\x32\x16.moot.v1.TokenLogprobs\x12.\n\x0etop_candidates\x18\x07 \x01(\x0b\x32\x16.moot.v1.TopCandidates\x12$\n\tproposals\x18\x08 \x03(\x0b\x32\x11.moot.v1.Proposal\x12#\n\x06timing\x18\t \x01(\x0b\x32\x13.moot.v1.StepTiming\"\x91\x01\n\nStepTiming\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\nforward_us\x18\x02 \x01(\r\x12\x16\n\x0e\x62\x61tch_requests\x18\x03 \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x04 \x01(\r\x12\x11\n\tinside_us\x18\x06 \x01(\r\x12\x1c\n\x14\x62\x61tch_prefill_tokens\x18\x05 \x01(\r\"\xfa\x01\n\rSessionFailed\x12)\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1b.moot.v1.SessionFailed.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x13\n\x0bround_index\x18\x03 \x01(\x04\"\x97\x01\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43ODE_UNKNOWN_SESSION\x10\x01\x12\x10\n\x0c\x43ODE_INVALID\x10\x02\x12\x11\n\rCODE_POISONED\x10\x03\x12\x14\n\x10\x43ODE_NO_CAPACITY\x10\x04\x12\x11\n\rCODE_DRAINING\x10\x05\x12\x11\n\rCODE_INTERNAL\x10\x06\"\x19\n\x05\x44rain\x12\x10\n\x08grace_ms\x18\x01 \x01(\r\"\x19\n\x17\x44\x65scribeVerifierRequest\"\xe8\x01\n\x18\x44\x65scribeVerifierResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.moot.v1.ModelInfo\x12\x1a\n\x12kv_capacity_tokens\x18\x02 \x01(\x04\x12\x1c\n\x14numerics_fingerprint\x18\x03 \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\r\x12\x15\n\rdeterministic\x18\x06 \x01(\x08\x12(\n\x08\x64rafters\x18\x07 \x03(\x0b\x32\x16.moot.v1.InsideDrafter\"A\n\rInsideDrafter\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x03 \x01(\t2\xa1\x01\n\x0fVerifierService\x12=\n\x06Verify\x12\x16.moot.v1.VerifyRequest\x1a\x17.moot.v1.VerifyResponse(\x01\x30\x01\x12O\n\x08\x44\x65scribe\x12 .moot.v1.DescribeVerifierRequest\x1a!.moot.v1.DescribeVerifierResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,37 +49,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYCOMMAND']._serialized_start=124
   _globals['_VERIFYCOMMAND']._serialized_end=371
   _globals['_OPENSESSION']._serialized_start=374
-  _globals['_OPENSESSION']._serialized_end=635
-  _globals['_VERIFYDRAFT']._serialized_start=638
-  _globals['_VERIFYDRAFT']._serialized_end=777
-  _globals['_FINISHSESSION']._serialized_start=779
-  _globals['_FINISHSESSION']._serialized_end=794
-  _globals['_ABORTSESSION']._serialized_start=796
-  _globals['_ABORTSESSION']._serialized_end=810
-  _globals['_HEARTBEAT']._serialized_start=812
-  _globals['_HEARTBEAT']._serialized_end=917
-  _globals['_VERIFYRESPONSE']._serialized_start=919
-  _globals['_VERIFYRESPONSE']._serialized_end=975
-  _globals['_VERIFYANSWER']._serialized_start=978
-  _globals['_VERIFYANSWER']._serialized_end=1224
-  _globals['_SESSIONOPENED']._serialized_start=1227
-  _globals['_SESSIONOPENED']._serialized_end=1531
-  _globals['_DRAFTVERIFIED']._serialized_start=1534
-  _globals['_DRAFTVERIFIED']._serialized_end=1854
-  _globals['_STEPTIMING']._serialized_start=1857
-  _globals['_STEPTIMING']._serialized_end=2002
-  _globals['_SESSIONFAILED']._serialized_start=2005
-  _globals['_SESSIONFAILED']._serialized_end=2255
-  _globals['_SESSIONFAILED_CODE']._serialized_start=2104
-  _globals['_SESSIONFAILED_CODE']._serialized_end=2255
-  _globals['_DRAIN']._serialized_start=2257
-  _globals['_DRAIN']._serialized_end=2282
-  _globals['_DESCRIBEVERIFIERREQUEST']._serialized_start=2284
-  _globals['_DESCRIBEVERIFIERREQUEST']._serialized_end=2309
-  _globals['_DESCRIBEVERIFIERRESPONSE']._serialized_start=2312
-  _globals['_DESCRIBEVERIFIERRESPONSE']._serialized_end=2544
-  _globals['_INSIDEDRAFTER']._serialized_start=2546
-  _globals['_INSIDEDRAFTER']._serialized_end=2611
-  _globals['_VERIFIERSERVICE']._serialized_start=2614
-  _globals['_VERIFIERSERVICE']._serialized_end=2775
+  _globals['_OPENSESSION']._serialized_end=656
+  _globals['_VERIFYDRAFT']._serialized_start=659
+  _globals['_VERIFYDRAFT']._serialized_end=798
+  _globals['_FINISHSESSION']._serialized_start=800
+  _globals['_FINISHSESSION']._serialized_end=815
+  _globals['_ABORTSESSION']._serialized_start=817
+  _globals['_ABORTSESSION']._serialized_end=831
+  _globals['_HEARTBEAT']._serialized_start=833
+  _globals['_HEARTBEAT']._serialized_end=938
+  _globals['_VERIFYRESPONSE']._serialized_start=940
+  _globals['_VERIFYRESPONSE']._serialized_end=996
+  _globals['_VERIFYANSWER']._serialized_start=999
+  _globals['_VERIFYANSWER']._serialized_end=1245
+  _globals['_SESSIONOPENED']._serialized_start=1248
+  _globals['_SESSIONOPENED']._serialized_end=1552
+  _globals['_DRAFTVERIFIED']._serialized_start=1555
+  _globals['_DRAFTVERIFIED']._serialized_end=1875
+  _globals['_STEPTIMING']._serialized_start=1878
+  _globals['_STEPTIMING']._serialized_end=2023
+  _globals['_SESSIONFAILED']._serialized_start=2026
+  _globals['_SESSIONFAILED']._serialized_end=2276
+  _globals['_SESSIONFAILED_CODE']._serialized_start=2125
+  _globals['_SESSIONFAILED_CODE']._serialized_end=2276
+  _globals['_DRAIN']._serialized_start=2278
+  _globals['_DRAIN']._serialized_end=2303
+  _globals['_DESCRIBEVERIFIERREQUEST']._serialized_start=2305
+  _globals['_DESCRIBEVERIFIERREQUEST']._serialized_end=2330
+  _globals['_DESCRIBEVERIFIERRESPONSE']._serialized_start=2333
+  _globals['_DESCRIBEVERIFIERRESPONSE']._serialized_end=2565
+  _globals['_INSIDEDRAFTER']._serialized_start=2567
+  _globals['_INSIDEDRAFTER']._serialized_end=2632
+  _globals['_VERIFIERSERVICE']._serialized_start=2635
+  _globals['_VERIFIERSERVICE']._serialized_end=2796
 # @@protoc_insertion_point(module_scope)

@@ -97,6 +97,7 @@ class OpenSession(_message.Message):
     INSIDE_DRAFTER_IDS_FIELD_NUMBER: _builtins.int
     INSIDE_WIDTH_FIELD_NUMBER: _builtins.int
     NUM_INSIDE_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs only."""
     cache_salt: _builtins.str
@@ -107,6 +108,8 @@ class OpenSession(_message.Message):
     """Proposals that each of them may make."""
     num_inside_tokens: _builtins.int
     """Tokens of each of their proposals for the round after this command's answer; 0: none are made."""
+    traceparent: _builtins.str
+    """Where the request's trace goes on (W3C Trace Context); empty: it is not traced."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -131,10 +134,11 @@ class OpenSession(_message.Message):
         inside_drafter_ids: _abc.Iterable[_builtins.str] | None = ...,
         inside_width: _builtins.int = ...,
         num_inside_tokens: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "inside_drafter_ids", b"inside_drafter_ids", "inside_width", b"inside_width", "num_inside_tokens", b"num_inside_tokens", "num_top_candidates", b"num_top_candidates", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "inside_drafter_ids", b"inside_drafter_ids", "inside_width", b"inside_width", "num_inside_tokens", b"num_inside_tokens", "num_top_candidates", b"num_top_candidates", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

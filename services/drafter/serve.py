@@ -63,6 +63,7 @@ async def serve(
     engine = DrafterEngine(proposer, config, metrics, info.vocab_size)
     description = description_to_pb(config.kind, proposer.family, info)
     drafter_id = config.drafter_id or config.kind
+    metrics.drafter_info.labels(drafter_id, config.kind).set(1)
     servicer = DrafterServicer(engine, description, drafter_id, config.max_queued_answers, config.max_message_bytes)
     server = GrpcServer(config.link, [SERVICE])
     add_DrafterServiceServicer_to_server(servicer, server.server)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from prometheus_client import Counter
 
 from moot.core.generation import Advance, Generation
-from moot.core.types import Draft
+from moot.core.types import Draft, Verification
 from moot.metrics import Metrics
+from services.router.gains import PlainTimes
 
 
 class RoundCounters:
@@ -16,8 +17,9 @@ class RoundCounters:
         self._metrics = metrics
         self._positions: list[Counter] = []
         self._drafters: dict[str, tuple[Counter, Counter, Counter]] = {}
-        self.draft_seconds = metrics.round_duration_seconds.labels("draft")
-        self.verify_seconds = metrics.round_duration_seconds.labels("verify")
+        self._draft_seconds = metrics.round_duration_seconds.labels("draft")
+        self._verify_seconds = metrics.round_duration_seconds.labels("verify")
+        self._plain = PlainTimes()
 
     def count(self, draft: Draft, advance: Advance, generation: Generation, known: Known) -> None:
         """One round. `known`: what was counted of this request's drafters before; it is brought up to date."""
@@ -37,6 +39,12 @@ class RoundCounters:
                     if new != old:
                         counter.inc(new - old)
                 known[drafter_id] = now
+
+    def time(self, verification: Verification, num_tokens: int, draft_seconds: float, verify_seconds: float) -> None:
+        """How long the round's stages took for `num_tokens` committed ones."""
+        self._draft_seconds.observe(draft_seconds)
+        self._verify_seconds.observe(verify_seconds)
+        self._metrics.plain_decoding_seconds.inc(self._plain.estimate(verification, num_tokens, verify_seconds))
 
     def _position(self, depth: int) -> Counter:
         while depth >= len(self._positions):

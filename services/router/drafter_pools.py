@@ -107,6 +107,7 @@ class DrafterPool:
         self.drafter_id = drafter_id
         self.deadline_ms = deadline_ms
         self.metrics = metrics
+        metrics.drafter_ejections.labels(drafter_id)
         self._make: Callable[[str], DrafterLink] = lambda address: DrafterLink(
             drafter_id, address, policy, strikes, fingerprint, metrics, on_state, on_described
         )

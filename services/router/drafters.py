@@ -88,6 +88,7 @@ class DrafterLink(PeerLink[pb.DraftCommand]):
         if duration is None or self.state is not PeerState.READY:
             return
         _log.warning("drafter ejected", extra={"drafter": self.drafter_id, "reason": reason, "seconds": duration})
+        self._metrics.drafter_ejections.labels(self.drafter_id).inc()
         self._set_state(PeerState.EJECTED)
         self._forget_sessions("ejected", tell=True)
         self._return_timer = asyncio.get_running_loop().call_later(duration, self._come_back)

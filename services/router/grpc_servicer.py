@@ -15,10 +15,12 @@ from moot.core.errors import DeadlineExceeded, InvalidRequest
 from moot.core.types import ModelInfo
 from moot.logs import request_id_var
 from moot.rpc import convert
+from moot.tracing import checked_traceparent, traceparent_var
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
 from services.router.auth import ApiKeys
 from services.router.http.endpoint import Front
+from services.router.http.refusals import Attempt
 from services.router.http.running import Choice, run_choices
 from services.router.limits import Ticket
 from services.router.stop_strings import StopStrings
@@ -50,13 +52,16 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         started, front = time.monotonic(), self._front
         base_id = f"grpc-{uuid.uuid4().hex}"
         request_id_var.set(base_id)
-        caller = self._keys.caller(_authorization(context))
-        with front.admission.enter(caller) as ticket:
+        traceparent_var.set(checked_traceparent(_metadata(context, "traceparent")))
+        caller = self._keys.caller(_metadata(context, "authorization"))
+        with Attempt(front.metrics) as attempt, front.admission.enter(caller) as ticket:
             info = front.serving()
             requests, common = await self._plan(request, info, ticket, caller, base_id)
             choices = self._choices(requests, common, info)
+            attempt.is_generating = True
+            aborting = front.admission.aborting
             running = run_choices(
-                front.generator, choices, front.settings, front.metrics, started, front.admission.aborting
+                front.generator, choices, front.settings, front.metrics, started, aborting, front.tracing
             )
             async with aclosing(running) as chunks:
                 async for choice, chunk in chunks:
@@ -145,9 +150,9 @@ def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
     return values
 
 
-def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str | None:
     metadata = context.invocation_metadata() or ()
-    return next((str(value) for key, value in metadata if key == "authorization"), None)
+    return next((str(value) for key, value in metadata if key == name), None)
 
 
 def _response(choice: Choice, chunk: GenerationChunk) -> pb.GenerateResponse:

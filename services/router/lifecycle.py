@@ -9,14 +9,16 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from moot.admin import AdminServer
 from moot.core.errors import ConfigError, Draining, MootError, NoCapacity
 from moot.core.policy import make_policy
 from moot.core.types import ModelInfo
-from moot.metrics import AdminServer, Metrics
+from moot.metrics import Metrics
 from moot.proposers.entries import parse_entries
 from moot.proposers.registry import REQUEST_KINDS, create
 from moot.rpc.server import GrpcServer, termination_event, write_ready_file
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
+from moot.tracing import open_tracing
 from moot.v1 import router_service_pb2_grpc
 from services.router import collector
 from services.router.auth import ApiKeys
@@ -144,6 +146,8 @@ class Peers:
         alone = alone and not self.targets.drafts
         self._metrics.degraded.labels("no_drafters").set(alone)
         self._metrics.degraded.labels("no_verifiers").set(not self.targets.is_available)
+        if self.targets.info is not None:
+            self._metrics.model_info.labels(self.targets.info.model).set(1)
 
     # What the fronts ask (settings.FrontState).
 
@@ -200,7 +204,8 @@ class LoopWatch:
 async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -> None:
     """Serve until SIGTERM; then readiness off, new requests refused, running ones finished, everything closed."""
     terminated = terminated or termination_event()
-    metrics = Metrics("router")
+    metrics, tracing = Metrics("router"), open_tracing("router")
+    metrics.num_requests_limit.set(config.http.max_choices_in_flight)
     tokenizer = load_tokenizer(config.model, config.revision)
     keys = ApiKeys.from_keys(config.api_key)
     if config.api_keys_file is not None:
@@ -210,7 +215,16 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
     model = ServedModel(config.served_model_names[0], tokenizer_fingerprint(tokenizer))
     rounds = Rounds(peers.targets, peers.electorate, store, model, metrics, config.max_buffered_spans)
     watch = LoopWatch(config.stall_limit_s)
-    app = create_app(rounds, tokenizer, config.http, state=peers, metrics=metrics, api_keys=keys, alive=watch.alive)
+    app = create_app(
+        rounds,
+        tokenizer,
+        config.http,
+        state=peers,
+        metrics=metrics,
+        api_keys=keys,
+        alive=watch.alive,
+        tracing=tracing,
+    )
     server = GrpcServer(config.link, (SERVICE,), config.reuse_port)
     router_service_pb2_grpc.add_RouterServiceServicer_to_server(RouterServicer(app.state.front, keys), server.server)
     admin = AdminServer(
@@ -243,6 +257,7 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
         await server.stop(grace_s=1.0)
         await peers.close()
         await store.close()
+        await asyncio.to_thread(tracing.close)
         admin.close()
         watch.close()
 

@@ -25,6 +25,7 @@ class LocalPool:
         self.drafter_id = drafter_id
         self.proposer = proposer
         self.metrics = metrics
+        metrics.drafter_ejections.labels(drafter_id)
         self.num_sessions = 0
         self._strikes = Strikes(strikes)
         self._ejected_until = float("-inf")
@@ -52,6 +53,7 @@ class LocalPool:
         duration = self._strikes.malformed(asked_at, now)
         if duration is not None:
             _log.warning("drafter ejected", extra={"drafter": self.drafter_id, "reason": reason, "seconds": duration})
+            self.metrics.drafter_ejections.labels(self.drafter_id).inc()
             self._ejected_until = now + duration
 
 

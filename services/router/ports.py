@@ -31,6 +31,8 @@ class Prefix:
     top_candidates: list[tuple[int, ...]] = field(default_factory=list)
     """Per output token the target's most likely ids there; an empty row where they are not known."""
     cache_salt: str = ""
+    traceparent: str = ""
+    """Where its trace goes on; empty: it is not traced."""
     heard_at: float = 0.0
     """When the message was read that the request went on from last (the loop's time); 0: none yet."""
     material: Material = NO_MATERIAL

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from moot.core.request_policy import Plan
 from moot.core.types import FinishReason, Verification
 from moot.metrics import Metrics
 from moot.proposers.base import Material
+from moot.tracing import traceparent_var
 from services.router.counting import Known, RoundCounters
 from services.router.electorate import Electorate
 from services.router.ports import BallotBox, Prefix, Targets
@@ -134,7 +136,11 @@ class Rounds:
         )
 
     async def _commit(self, request_id: str, epoch: int, committed: int, span: Span) -> bool:
-        return await self._store.commit(request_id, epoch, committed, span.token_ids, span.finish_reason)
+        started = time.monotonic()
+        try:
+            return await self._store.commit(request_id, epoch, committed, span.token_ids, span.finish_reason)
+        finally:
+            self._metrics.store_commit_seconds.observe(time.monotonic() - started)
 
     async def _close_record(
         self, request_id: str, epoch: int, committed: int, unsettled: Span | None, reason: FinishReason
@@ -172,6 +178,7 @@ class _Course:
             params=request.params,
             output_token_ids=self._generation.output_token_ids,
             cache_salt=request.cache_salt,
+            traceparent=traceparent_var.get(),
             material=Material(
                 prompt_length=len(request.prompt_token_ids),
                 prediction_token_ids=request.prediction_token_ids,
@@ -235,8 +242,8 @@ class _Course:
         finally:
             voters.learn(plan, result, advance, verification, draft_seconds, round_seconds)
             self._counters.count(result.draft, advance, generation, self._known)
-            self._counters.draft_seconds.observe(draft_seconds)
-            self._counters.verify_seconds.observe(round_seconds - draft_seconds)
+            num_tokens, verify_seconds = len(advance.token_ids), round_seconds - draft_seconds
+            self._counters.time(verification, num_tokens, draft_seconds, verify_seconds)
 
     async def _ask(self) -> tuple[Plan, BallotBox]:
         """Plan a round and ask the drafters, as soon as there is room for its draft."""

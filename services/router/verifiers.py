@@ -135,6 +135,7 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         opening.sampling.CopyFrom(convert.sampling_to_pb(prefix.params))
         opening.cache_salt = prefix.cache_salt
         opening.num_top_candidates = num_top_candidates
+        opening.traceparent = prefix.traceparent
         if prefix.inside is not None:
             opening.inside_drafter_ids.extend(prefix.inside.drafter_ids)
             opening.inside_width = prefix.inside.width
@@ -279,8 +280,12 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
     def _beat(self) -> None:
         """Once per interval: did it answer, does its compute thread move, does anybody wait too long."""
         self._num_missed = 0 if self._heard else self._num_missed + 1
+        if not self._heard:
+            self._metrics.heartbeats_missed.labels("missed").inc()
         stuck = self._num_queued > 0 and self._last_step == self._beat_step
         self._num_stuck = self._num_stuck + 1 if stuck else 0
+        if stuck:
+            self._metrics.heartbeats_missed.labels("stuck").inc()
         self._heard, self._beat_step = False, self._last_step
         limit = self._target_policy.max_missed_heartbeats
         if max(self._num_missed, self._num_stuck) >= limit:

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from moot.admin import AdminServer
 from moot.core.errors import MootError
-from moot.metrics import AdminServer
 from moot.rpc.server import write_ready_file
 from moot.supervisor import tied_to_this_process
 from services.router.config import RouterConfig

@@ -27,6 +27,8 @@ class Open:
     inside_width: int = 1
     num_inside_tokens: int = 0
     """Of their proposals that come with the answer; 0: none are made."""
+    traceparent: str = ""
+    """Context of the request's trace; empty: it is not traced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from moot.core.types import ModelInfo
 from moot.faults import fault, fault_delay_s
 from moot.metrics import Metrics
 from moot.model.runner import ModelRunner
+from moot.tracing import Tracing
 from moot.worker import WorkerThread
 from services.verifier.commands import Answer, Command, FailureCode
 from services.verifier.config import VerifierConfig
@@ -53,6 +54,7 @@ class Engine:
         config: VerifierConfig,
         metrics: Metrics | None = None,
         on_death: Callable[[], None] = lambda: None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.runner = runner
         self.config = config
@@ -66,7 +68,7 @@ class Engine:
             config.max_queued_commands,
             self.info.context_limit,
         )
-        self.serving = Serving(runner, self.info, config, self._intake, self.metrics, self._progress)
+        self.serving = Serving(runner, self.info, config, self._intake, self.metrics, self._progress, tracing)
         self._step_counter = 0
         self._progress_ns = time.monotonic_ns()
         self._on_death = on_death

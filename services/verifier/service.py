@@ -12,6 +12,7 @@ from moot.model.backend import choose_runner
 from moot.model.load import LoadedModel, load_model
 from moot.model.runner import ModelRunner
 from moot.rpc.server import GrpcServer, run_until_terminated, termination_event
+from moot.tracing import Tracing, open_tracing
 from moot.v1 import verifier_service_pb2_grpc as pb_grpc
 from moot.worker import WorkerThread
 from services.verifier.capacity import kv_capacity_tokens
@@ -51,9 +52,11 @@ def _automatic_runner(loaded: LoadedModel, capacity: int) -> ModelRunner:
         return choose_runner(loaded, capacity, False)
 
 
-def make_engine(config: VerifierConfig, metrics: Metrics, on_death: Callable[[], None]) -> Engine:
+def make_engine(
+    config: VerifierConfig, metrics: Metrics, on_death: Callable[[], None], tracing: Tracing | None = None
+) -> Engine:
     """Same errors as make_runner. To be called on the thread that computes: see moot.worker."""
-    engine = Engine(make_runner(config), config, metrics, on_death)
+    engine = Engine(make_runner(config), config, metrics, on_death, tracing)
     facts = {"model": engine.info.model, "deterministic": engine.runner.deterministic}
     _log.info("model loaded", extra=facts)
     return engine
@@ -61,7 +64,7 @@ def make_engine(config: VerifierConfig, metrics: Metrics, on_death: Callable[[],
 
 async def serve(config: VerifierConfig) -> int:
     """Serve until SIGTERM. Returns the exit status: 1 when the compute thread could not go on."""
-    metrics = Metrics("verifier")
+    metrics, tracing = Metrics("verifier"), open_tracing("verifier")
     terminated, loop, died = termination_event(), asyncio.get_running_loop(), []
 
     def on_death() -> None:
@@ -69,7 +72,9 @@ async def serve(config: VerifierConfig) -> int:
         loop.call_soon_threadsafe(terminated.set)
 
     worker = WorkerThread("compute")
-    engine = await asyncio.wrap_future(worker.submit(lambda: make_engine(config, metrics, on_death)))
+    engine = await asyncio.wrap_future(worker.submit(lambda: make_engine(config, metrics, on_death, tracing)))
+    metrics.model_info.labels(engine.info.model).set(1)
+    metrics.num_requests_limit.set(config.max_num_seqs + config.max_waiting_seqs)
     if config.vllm_metric_names:
         metrics.add_vllm_names(engine.info.model)
     servicer = VerifierServicer(engine, config)
@@ -91,4 +96,5 @@ async def serve(config: VerifierConfig) -> int:
         )
     finally:
         await asyncio.to_thread(engine.stop)
+        await asyncio.to_thread(tracing.close)
     return 1 if died else 0

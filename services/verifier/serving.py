@@ -18,6 +18,7 @@ from moot.model.kv import PAGE_SLOTS
 from moot.model.runner import ModelRunner
 from moot.model.sampler import Sampler
 from moot.proposers.inside import create_all_inside
+from moot.tracing import Tracing
 from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finish, Open, Opened, Verified, Verify
 from services.verifier.config import VerifierConfig
 from services.verifier.desk import Desk, Dropped
@@ -51,7 +52,9 @@ class Serving:
         intake: Intake,
         metrics: Metrics,
         progress: Callable[[], None],
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing or Tracing()
         self.load = Load()
         self.scheduler: Scheduler[Session] = Scheduler(
             Limits(
@@ -132,6 +135,7 @@ class Serving:
         result = self._desk.open(stream, command, arrived_ns)
         if isinstance(result, Session):
             result.num_waiting_tokens = num_tokens
+            result.traced = self._tracing.begin("verifier session", command.traceparent, request_id=command.request_id)
             self._sessions[result.arrival] = result
             self.scheduler.submit(result)
             return
@@ -201,6 +205,7 @@ class Serving:
     def _settle(self, session: Session, outcome: Sampled, verification: Verification, *, is_opening: bool) -> None:
         session.last_active_ns = time.monotonic_ns()
         if is_opening:
+            session.traced.note(queue_us=verification.queue_us, num_cached_tokens=verification.num_cached_tokens)
             self._metrics.request_queue_time_seconds.observe(verification.queue_us / 1e6)
             self._answer(session.stream, Opened(session.session_id, verification))
             self._intake.release(num_tokens=session.num_waiting_tokens)
@@ -222,10 +227,12 @@ class Serving:
     def _fail(self, session: Session, code: FailureCode, message: str) -> None:
         round_index = max(session.round_index, 0)
         self._answer(session.stream, Failed(session.session_id, code, message, round_index))
-        self._end(session)
+        self._end(session, error=code.name)
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: Session, error: str = "") -> None:
         """Free everything; the only place where a session ends."""
+        session.traced.note(num_rounds=session.round_index + 1, num_output_tokens=session.num_output_tokens)
+        session.traced.end(error)
         session.stream.sessions.pop(session.session_id, None)
         del self._sessions[session.arrival]
         self.scheduler.remove(session)

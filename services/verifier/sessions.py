@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from moot.core.types import ROOT, Draft, SamplingParams
 from moot.model.trees import depths_of
 from moot.proposers.inside import NO_GUESSES, Guesses
+from moot.tracing import Span
 from services.verifier.commands import Answer
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Session:
     num_shared_blocks: int = 0
     num_waiting_tokens: int = 0
     """What the intake still counts for this session as waiting to be prefilled."""
+    traced: Span = field(default_factory=Span)
 
     @property
     def length(self) -> int:

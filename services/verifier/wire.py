@@ -46,6 +46,7 @@ def command_from_pb(message: pb.VerifyCommand) -> Command | None:
                 tuple(opening.inside_drafter_ids),
                 opening.inside_width,
                 opening.num_inside_tokens,
+                opening.traceparent,
             )
         case "verify":
             verify = message.verify

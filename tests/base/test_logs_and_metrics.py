@@ -10,10 +10,11 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from moot.admin import AdminServer
 from moot.core.errors import ConfigError
 from moot.faults import Fault, fault_delay_s, parse_faults
 from moot.logs import JsonFormatter, request_id_var
-from moot.metrics import AdminServer, Metrics
+from moot.metrics import Metrics
 
 
 def test_a_log_line_is_json_with_the_request_id_and_without_exception_text() -> None:

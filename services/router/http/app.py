@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from moot.core.errors import Draining, ModelNotFound
 from moot.metrics import Metrics
+from moot.tracing import Tracing
 from services.router.auth import ApiKeys
 from services.router.http import errors
 from services.router.http.endpoint import Front, GenerationEndpoint
@@ -36,6 +37,7 @@ def create_app(
     metrics: Metrics,
     api_keys: ApiKeys | None = None,
     alive: Callable[[], bool] = lambda: True,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """The app. `tokenizer`: from moot.tokenizer.load_tokenizer. `alive`: what /livez answers, cheap and without I/O.
 
@@ -53,7 +55,7 @@ def create_app(
         num_threads=settings.tokenize_threads,
         max_prompt_bytes=settings.max_prompt_bytes,
     )
-    front = Front(generator, prompt_tokenizer, settings, state, admission, metrics)
+    front = Front(generator, prompt_tokenizer, settings, state, admission, metrics, tracing or Tracing())
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

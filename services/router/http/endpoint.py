@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -18,12 +18,14 @@ from starlette.types import Receive, Scope, Send
 from moot.core.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, MootError, NoCapacity
 from moot.core.types import ModelInfo
 from moot.metrics import Metrics
+from moot.tracing import Tracing
 from services.router import validation
 from services.router.fields import parse_json_object
 from services.router.http import errors, sse
 from services.router.http.chat import ChatReply
 from services.router.http.completions import CompletionReply
 from services.router.http.middleware import ClientGone
+from services.router.http.refusals import Attempt
 from services.router.http.replies import Envelope, Reply
 from services.router.http.running import Choice, run_choices
 from services.router.limits import Admission, Ticket
@@ -46,6 +48,7 @@ class Front:
     state: FrontState
     admission: Admission
     metrics: Metrics
+    tracing: Tracing = field(default_factory=Tracing)
 
     def serving(self) -> ModelInfo:
         """The model behind us. Raises what new requests are refused with now."""
@@ -68,10 +71,10 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()
         request = Request(scope, receive)
-        with self._front.admission.enter(request.state.caller) as ticket:
+        with Attempt(self._front.metrics) as attempt, self._front.admission.enter(request.state.caller) as ticket:
             info = self._front.serving()
             body = await self._read(request)
-            work = self._answer(body, info, ticket, request.state.caller, started, send)
+            work = self._answer(body, info, ticket, attempt, request.state.caller, started, send)
             response = await sse.unless_gone(receive, work, 2 * self._front.settings.abort_timeout_s)
             if response is not None:
                 await response(scope, receive, send)
@@ -99,7 +102,7 @@ class GenerationEndpoint:
         return bytes(body)
 
     async def _answer(
-        self, body: bytes, info: ModelInfo, ticket: Ticket, caller: str, started: float, send: Send
+        self, body: bytes, info: ModelInfo, ticket: Ticket, attempt: Attempt, caller: str, started: float, send: Send
     ) -> Response | None:
         """The response; None when it was streamed through `send`."""
         front = self._front
@@ -120,8 +123,9 @@ class GenerationEndpoint:
         ]
         envelope = Envelope(base_id, int(time.time()), common, tokens, choices)
         reply: Reply = ChatReply(tokens) if self._chat else CompletionReply(tokens)
+        attempt.is_generating = True
         running = run_choices(
-            front.generator, choices, front.settings, front.metrics, started, front.admission.aborting
+            front.generator, choices, front.settings, front.metrics, started, front.admission.aborting, front.tracing
         )
         async with aclosing(running) as chunks:
             if common.stream:

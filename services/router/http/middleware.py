@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moot.core.errors import MootError
 from moot.logs import request_id_var
+from moot.tracing import checked_traceparent, traceparent_var
 from services.router.auth import ApiKeys
 from services.router.http import errors
 
@@ -46,6 +47,7 @@ class FrontMiddleware:
         offered = headers.get("x-request-id", "")
         request_id = offered if _REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
         request_id_var.set(request_id)
+        traceparent_var.set(checked_traceparent(headers.get("traceparent")))
         status = 0
 
         async def send_with_id(message: Message) -> None:

@@ -13,6 +13,7 @@ from typing import TypeAlias, cast
 from moot.core.errors import DeadlineExceeded, Draining, MootError
 from moot.core.types import FinishReason, TokenLogprobs
 from moot.metrics import Metrics
+from moot.tracing import Span, Tracing, traceparent_var
 from services.router.patience import Patience
 from services.router.settings import HttpSettings
 from services.router.text import IncrementalText
@@ -58,18 +59,22 @@ class ChoiceTimer:
         self._started = started
         self._last: float | None = None
         metrics.num_requests_running.inc()
+        metrics.num_requests_waiting.inc()
 
     def tokens(self, count: int) -> None:
         if not count:
             return
         now = time.monotonic()
         if self._last is None:
+            self._metrics.num_requests_waiting.dec()
             self._metrics.time_to_first_token_seconds.observe(now - self._started)
         else:
             self._metrics.inter_token_latency_seconds.observe((now - self._last) / count, count)
         self._last = now
 
     def end(self, finish_reason: FinishReason) -> None:
+        if self._last is None:
+            self._metrics.num_requests_waiting.dec()
         self._metrics.num_requests_running.dec()
         self._metrics.requests.labels(finish_reason.value).inc()
         self._metrics.e2e_request_latency_seconds.observe(time.monotonic() - self._started)
@@ -82,6 +87,7 @@ async def run_choices(
     metrics: Metrics,
     started: float,
     aborting: asyncio.Event | None = None,
+    tracing: Tracing | None = None,
 ) -> AsyncGenerator[tuple[Choice, GenerationChunk], None]:
     """Chunks of all choices as they come, each choice's in order. The first error ends all and is raised; Draining
     when `aborting` is set.
@@ -92,7 +98,9 @@ async def run_choices(
     queue: _Queue = asyncio.Queue(settings.stream_buffer_chunks)
     patience = Patience(settings.chunk_timeout_s)
     pumps = [
-        asyncio.create_task(_pump(generator, choice, queue, patience, ChoiceTimer(metrics, started)))
+        asyncio.create_task(
+            _pump(generator, choice, queue, patience, ChoiceTimer(metrics, started), tracing or Tracing())
+        )
         for choice in choices
     ]
     if aborting is not None:
@@ -128,8 +136,13 @@ async def _pump(
     queue: _Queue,
     patience: Patience,
     timer: ChoiceTimer,
+    tracing: Tracing,
 ) -> None:
-    finish = FinishReason.ABORT
+    finish, failure = FinishReason.ABORT, ""
+    metrics: GenerationMetrics | None = None
+    traced = tracing.begin("request", traceparent_var.get(), request_id=choice.request.request_id)
+    if traced.traceparent:
+        traceparent_var.set(traced.traceparent)
     try:
         chunks = cast("AsyncGenerator[GenerationChunk, None]", generator.generate(choice.request, choice.text))
         async with contextlib.aclosing(chunks):
@@ -139,15 +152,29 @@ async def _pump(
                     raise MootError("the generation was ended by the server")
                 timer.tokens(len(chunk.token_ids))
                 if chunk.finish_reason is not None:
-                    finish = chunk.finish_reason
+                    finish, metrics = chunk.finish_reason, chunk.metrics
                 await queue.put((choice, chunk))
                 if chunk.finish_reason is not None:
                     return
     except Exception as error:  # noqa: BLE001 - raised again by the consumer of the queue
-        finish = FinishReason.ERROR
+        finish, failure = FinishReason.ERROR, type(error).__name__
         await queue.put((choice, error))
     finally:
         timer.end(finish)
+        _note_end(traced, finish, metrics)
+        traced.end(failure)
+
+
+def _note_end(traced: Span, finish: FinishReason, metrics: GenerationMetrics | None) -> None:
+    traced.note(finish_reason=finish.value)
+    if metrics is not None:
+        traced.note(
+            num_prompt_tokens=metrics.num_prompt_tokens,
+            num_output_tokens=metrics.num_output_tokens,
+            num_rounds=metrics.num_rounds,
+            num_draft_tokens=metrics.num_draft_tokens,
+            num_accepted_tokens=metrics.num_accepted_tokens,
+        )
 
 
 async def _next(chunks: AsyncGenerator[GenerationChunk, None], patience: Patience) -> GenerationChunk:

@@ -1,0 +1,141 @@
+"""One request is one trace, through every process that has a part in it; and nothing at all unless asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from asking import Ask
+from looping_model import make_looping_model
+from needed_tools import module
+from otlp_collector import Collector, Seen
+from processes import eventually
+from whole_system import System, running
+
+from moot.core.errors import ConfigError
+from moot.tracing import checked_traceparent, open_tracing
+
+module("opentelemetry.sdk.trace", "opentelemetry-sdk")
+module("opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http")
+
+CALLER = "00f067aa0ba902b7"
+CANARY = "canary prompt ha ha ha"
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    system: System
+    collector: Collector
+
+    def wait(self, trace_id: str, num_spans: int) -> list[Seen]:
+        """Spans leave a moment after they ended; the caller's own is not among them."""
+        return list(
+            eventually(
+                lambda: found if len(found := self.collector.spans(trace_id)) >= num_spans else None,
+                f"{num_spans} spans of trace {trace_id}",
+                20,
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    """A router and two verifiers that send their spans soon."""
+    folder = tmp_path_factory.mktemp("traced")
+    with Collector() as collector, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        with running(folder / "logs", make_looping_model(folder / "model"), verifiers=2) as system:
+            yield Traced(system, collector)
+
+
+def ask(system: System, trace_id: str) -> httpx.Response:
+    return httpx.post(
+        f"{system.url}/v1/completions",
+        json={"model": "tiny", "prompt": CANARY, "max_tokens": 12, "ignore_eos": True},
+        headers={"traceparent": f"00-{trace_id}-{CALLER}-01"},
+        timeout=60,
+    )
+
+
+def test_a_request_is_one_trace_from_its_caller_to_its_verifier(traced: Traced) -> None:
+    """The caller's span is the router's parent, the router's the verifier's; each tells what it did; nobody tells what
+    was written."""
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    answer = ask(traced.system, trace_id).json()
+    spans = traced.wait(trace_id, 2)
+    assert len(spans) == 2
+    by_service = {span.service: span for span in spans}
+    request, session = by_service["moot-router"], by_service["moot-verifier"]
+    assert (request.parent_id, session.parent_id) == (CALLER, request.span_id)
+    assert not request.is_error
+    assert not session.is_error
+    assert request.facts["finish_reason"] == "length"
+    assert request.facts["num_output_tokens"] == session.facts["num_output_tokens"] == 12
+    assert request.facts["num_rounds"] == session.facts["num_rounds"] > 0
+    assert str(request.facts["request_id"]).startswith(answer["id"])
+    assert request.facts["request_id"] == session.facts["request_id"]
+    assert b"canary" not in traced.collector.raw
+    assert answer["choices"][0]["text"].encode() not in traced.collector.raw
+
+
+def test_a_request_without_a_context_begins_a_trace_of_its_own(traced: Traced) -> None:
+    """Nothing that is no context goes into a message: whoever sends one gets a new trace."""
+    before = len({span.trace_id for span in traced.collector.spans()})
+    ask(traced.system, "not a trace id")
+    eventually(lambda: len({span.trace_id for span in traced.collector.spans()}) > before, "a new trace", 20)
+
+
+def test_a_request_that_moves_has_a_session_for_each_verifier(traced: Traced) -> None:
+    """A verifier that goes away hands over: its span and the next one's hang on the same request."""
+    system = traced.system
+    moving = Ask(system.router.port, {"model": "tiny", "prompt": "ha ha", "max_tokens": 1500, "ignore_eos": True})
+    moving.wait_tokens(5)
+    max(system.verifiers, key=lambda verifier: verifier.metric("moot_num_sessions")).terminate()
+    eventually(lambda: moving.is_over, "the request ends", 60)
+    assert moving.reply.finish_reason == "length"
+
+    def of_the_request() -> list[Seen]:
+        every = traced.collector.spans()
+        return [span for span in every if span.facts.get("num_output_tokens") == 1500 and span.service == "moot-router"]
+
+    (request,) = eventually(of_the_request, "the request's span", 20)
+    spans = eventually(
+        lambda: found if len(found := traced.collector.spans(request.trace_id)) == 3 else None, "both sessions", 20
+    )
+    sessions = [span for span in spans if span.service == "moot-verifier"]
+    assert {session.parent_id for session in sessions} == {request.span_id}
+    assert not request.is_error
+    # Each counts what it ended with: the second took over what the first had committed.
+    assert max(session.facts["num_output_tokens"] for session in sessions) == 1500
+
+
+def test_without_a_collector_nothing_is_imported_and_nothing_recorded() -> None:
+    """Off is the default, and costs nothing."""
+    script = (
+        "import sys; from moot.tracing import open_tracing; tracing = open_tracing('router', {});"
+        "span = tracing.begin('request', request_id='x'); span.note(num=1); span.end('Error'); tracing.close();"
+        "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules) or span.traceparent != '')"
+    )
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", script], cwd=root, timeout=60, check=False).returncode == 0
+
+
+def test_a_collector_without_the_packages_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who asks for traces and gets none must hear of it at the start."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
+    with pytest.raises(ConfigError, match=r"moot\[tracing\]"):
+        open_tracing("router", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
+
+
+@pytest.mark.parametrize("header", [None, "", "00-abc", "00-" + "x" * 32 + "-" + "0" * 16 + "-01", "0" * 4096])
+def test_only_a_context_is_taken_for_one(header: str | None) -> None:
+    """What callers send is copied into messages to verifiers: only what has the right form."""
+    assert checked_traceparent(header) == ""
+    good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    assert checked_traceparent(good) == good
