@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-
 from setup_tools import TOOLS
 
 ROOT = Path(__file__).parents[2]

@@ -1,11 +1,10 @@
-"""What an operator reads who gives the chart wrong values: each mistake is refused, with a message that names the key."""
+"""What an operator reads who gives the chart wrong values: each mistake is refused, and the message names the key."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-
 from charts import HELMS, MINIMAL, refusal, render
 
 HOSTS = {"enabled": True, "hosts": ["api.example.com"]}
@@ -54,7 +53,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {**MINIMAL, "discovery": {"verifiers": ["10.0.0.1:7100"]}},
         "discovery.verifiers and discovery.drafters are read with discovery.mode=static only",
     ),
-    "no verifiers": (with_role("verifier", enabled=False), "verifier.enabled: a router without verifiers serves nobody"),
+    "no verifiers": (
+        with_role("verifier", enabled=False),
+        "verifier.enabled: a router without verifiers serves nobody",
+    ),
     "soft deadline behind the hard one": (
         with_role("router", config={"voteSoftDeadlineMs": 500}),
         "router.config.voteSoftDeadlineMs must not be above router.config.voteHardDeadlineMs",
@@ -73,19 +75,35 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "verifier.config.kvMemoryFraction must be above 0 and at most 1",
     ),
     "one name for two drafters": (
-        {**MINIMAL, "drafters": {"suffix": {"kind": "suffix"}}, "router": {"config": {"inProcessDrafters": ["suffix:min_match=2"]}}},
+        {
+            **MINIMAL,
+            "drafters": {"suffix": {"kind": "suffix"}},
+            "router": {"config": {"inProcessDrafters": ["suffix:min_match=2"]}},
+        },
         "drafters.suffix: router.config.inProcessDrafters or requestDrafters has a drafter of that name",
     ),
     "a pool without a kind": (with_pool(replicas=2), "drafters.pool.kind: say which kind of drafter it is"),
-    "a kind of the router's": (with_pool(kind="sibling"), "drafters.pool.kind: sibling lives from what a request brings"),
+    "a kind of the router's": (
+        with_pool(kind="sibling"),
+        "drafters.pool.kind: sibling lives from what a request brings",
+    ),
     "a kind of the verifier's": (with_pool(kind="heads"), "drafters.pool.kind: heads runs inside the verifier"),
     "neural without a model": (
         with_pool(kind="neural", device="cuda"),
         "drafters.pool.model: kind neural needs a draft model",
     ),
-    "neural on nothing": (with_pool(kind="neural", model="a/b"), "drafters.pool.device: kind neural computes on cuda or cpu"),
-    "a GPU for a suffix tree": (with_pool(kind="suffix", device="cuda"), "drafters.pool.device: kind suffix has no model"),
-    "a model for a suffix tree": (with_pool(kind="suffix", model="a/b"), "drafters.pool.model: kind suffix has no model"),
+    "neural on nothing": (
+        with_pool(kind="neural", model="a/b"),
+        "drafters.pool.device: kind neural computes on cuda or cpu",
+    ),
+    "a GPU for a suffix tree": (
+        with_pool(kind="suffix", device="cuda"),
+        "drafters.pool.device: kind suffix has no model",
+    ),
+    "a model for a suffix tree": (
+        with_pool(kind="suffix", model="a/b"),
+        "drafters.pool.model: kind suffix has no model",
+    ),
     "device twice": (
         with_pool(**NEURAL, options={"device": "cpu"}),
         "drafters.pool.options.device: the chart sets it from drafters.pool.device",
@@ -111,7 +129,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "externalRedis.tls: the url must begin with rediss://",
     ),
     "half a key pair": (
-        {**MINIMAL, "externalRedis": {"url": "rediss://store/0", "tls": {"existingSecret": "ca", "certKey": "tls.crt"}}},
+        {
+            **MINIMAL,
+            "externalRedis": {"url": "rediss://store/0", "tls": {"existingSecret": "ca", "certKey": "tls.crt"}},
+        },
         "externalRedis.tls: certKey and keyKey go together",
     ),
     "a store that is required and not there": (
@@ -187,7 +208,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         with_role("verifier", strategy={"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 0}}),
         "verifier.strategy: maxSurge and maxUnavailable cannot both be 0",
     ),
-    "a flag that is the chart's": (with_role("router", extraArgs=["--port=9"]), "router.extraArgs: --port is set by the chart"),
+    "a flag that is the chart's": (
+        with_role("router", extraArgs=["--port=9"]),
+        "router.extraArgs: --port is set by the chart",
+    ),
     "a flag that is nobody's": (
         with_role("verifier", extraArgs=["--tensor-parallel-size=2"]),
         "verifier.extraArgs: the verifier has no option --tensor-parallel-size",

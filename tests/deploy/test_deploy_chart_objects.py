@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 import yaml
-
 from charts import SCENARIOS, Manifest, containers, of_kind, one, pod_templates, rendered, scenario_file
 
 GIVEN = re.compile(r"^(moot-|hub-token|pull$|store-|api-tls)")
@@ -149,7 +148,9 @@ def test_ports_that_are_named_exist(scenario: str) -> None:
     pods = dict(pod_templates(manifests))
     for service in of_kind(manifests, "Service"):
         (pod,) = [
-            pod for pod in pods.values() if matches({"matchLabels": service["spec"]["selector"]}, pod["metadata"]["labels"])
+            pod
+            for pod in pods.values()
+            if matches({"matchLabels": service["spec"]["selector"]}, pod["metadata"]["labels"])
         ]
         ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
         for port in service["spec"]["ports"]:
@@ -295,7 +296,7 @@ def test_policies_cover_every_pod(scenario: str) -> None:
 
 
 def allows(policies: list[Manifest], direction: str, pod: Manifest, other: Manifest, port: int) -> bool:
-    """Whether some policy of `pod` lets it have a connection with `other`, a pod of the same namespace, at this port."""
+    """Whether some policy of `pod` allows a connection with `other`, a pod of the same namespace, at this port."""
     key = "from" if direction == "ingress" else "to"
     for policy in policies:
         if not matches(policy["spec"]["podSelector"], pod["metadata"]["labels"]):
@@ -305,9 +306,9 @@ def allows(policies: list[Manifest], direction: str, pod: Manifest, other: Manif
                 continue
             for peer in rule[key]:
                 selector = peer.get("podSelector")
-                if selector is not None and "namespaceSelector" not in peer:
-                    if matches(selector, other["metadata"]["labels"]):
-                        return True
+                same_namespace = selector is not None and "namespaceSelector" not in peer
+                if same_namespace and matches(selector, other["metadata"]["labels"]):
+                    return True
     return False
 
 
@@ -350,7 +351,9 @@ def test_routers_look_for_the_services_that_there_are(scenario: str) -> None:
     (router,) = [pod for _, pod in pod_templates(manifests) if component(pod) == "router"]
     config = config_of(manifests, router)
     services = {one["metadata"]["name"]: one for one in of_kind(manifests, "Service")}
-    pools = {component(pod).removeprefix("drafter-") for _, pod in pod_templates(manifests) if "drafter-" in component(pod)}
+    pools = {
+        component(pod).removeprefix("drafter-") for _, pod in pod_templates(manifests) if "drafter-" in component(pod)
+    }
     entries = dict(entry.split("=", 1) for entry in config["drafters"])
     if config["verifiers"][0].startswith(("k8s:///", "dns:///")):
         assert set(entries) == pools

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from charts import (
     CHART,
     HELMS,

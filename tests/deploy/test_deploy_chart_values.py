@@ -11,8 +11,20 @@ from typing import Any
 
 import pytest
 import yaml
+from charts import (
+    CHART,
+    MINIMAL,
+    ROOT,
+    SCENARIOS,
+    chart_copy,
+    containers,
+    of_kind,
+    one,
+    pod_templates,
+    render,
+    rendered,
+)
 
-from charts import CHART, MINIMAL, ROOT, SCENARIOS, chart_copy, containers, of_kind, one, pod_templates, render, rendered
 from moot.config import load_config
 from moot.proposers.options import parse_options
 from moot.proposers.registry import MODEL_FREE_KINDS, load_kind
@@ -20,6 +32,7 @@ from moot.rpc.link import LinkOptions
 from services.drafter.config import DrafterConfig
 from services.router.config import RouterConfig
 from services.router.discovery import parse_drafters, parse_source
+from services.router.endpoint_slices import K8S_SCHEME, parse_slices
 from services.verifier.config import VerifierConfig
 
 CONFIGS: dict[str, type] = {"router": RouterConfig, "verifier": VerifierConfig, "drafter": DrafterConfig}
@@ -44,7 +57,7 @@ def loaded(tmp_path: Path, role: str, text: str, env: list[dict[str, Any]]) -> A
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_programs_take_the_files_that_the_chart_writes(scenario: str, tmp_path: Path) -> None:
-    """Each rendered file, with the rendered environment, is a config to the program that reads it, without one error."""
+    """Each rendered file, with the rendered environment, is a config to the program that reads it."""
     manifests = rendered(scenario)
     seen = set()
     for _, pod in pod_templates(manifests):
@@ -61,9 +74,12 @@ def test_programs_take_the_files_that_the_chart_writes(scenario: str, tmp_path: 
         assert ports["grpc"] == (config.grpc_port if role == "router" else config.port)
         if role == "router":
             assert ports["http"] == config.port
-            parse_source(config.verifiers, 1, 1)
-            for addresses in parse_drafters(config.drafters).values():
-                parse_source(addresses, 1, 1)
+            replicas = [one for addresses in parse_drafters(config.drafters).values() for one in addresses]
+            for address in (*config.verifiers, *replicas):
+                if address.startswith(K8S_SCHEME):
+                    assert parse_slices(address, 1, api=object()).namespace == "serving"
+                else:
+                    parse_source([address], 1, 1)
         if role == "drafter":
             assert config.drafter_id == component.removeprefix("drafter-")
             vocabulary = {} if config.kind == "neural" else {"vocab_size": 100}
@@ -138,7 +154,7 @@ def test_the_schema_is_closed_and_knows_every_value() -> None:
 
 
 def test_models_of_a_hub_and_of_a_volume_are_where_programs_look(tmp_path: Path) -> None:
-    """The folder that the init container makes is the one that the program is told, weights only where they are needed."""
+    """The folder that the init container makes is the one that the program is told; weights only where needed."""
     for scenario in SCENARIOS:
         manifests = rendered(scenario)
         for name, pod in pod_templates(manifests):
@@ -153,7 +169,7 @@ def test_models_of_a_hub_and_of_a_volume_are_where_programs_look(tmp_path: Path)
 
 
 def test_certificates_are_mounted_once_the_services_take_them(tmp_path: Path) -> None:
-    """`tls.enabled` waits for the programs: with the options there, each role has its own Secret at the paths it is told."""
+    """`tls.enabled` waits for the programs: once they have the options, each role finds its own Secret."""
     chart = chart_copy(tmp_path)
     options = json.loads((chart / "files" / "options.json").read_text())
     for known in options.values():

@@ -1,6 +1,7 @@
 """Run by the interpreter that has kubernetes-validate: manifests against the schemas of several Kubernetes versions.
 
-Standard input: JSON {"versions": [...], "manifests": [...]}; standard output: JSON list of faults, empty when all are valid.
+Standard input: JSON {"versions": [...], "manifests": [...]}; standard output: JSON list of faults, empty when there
+are none.
 """
 
 import functools
