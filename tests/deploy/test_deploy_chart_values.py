@@ -124,7 +124,7 @@ def test_every_value_is_documented() -> None:
     readme = (CHART / "README.md").read_text()
     for path, comment in rows.items():
         generator().at(values, path)
-        assert len(comment) > 3
+        assert len(comment) >= 3
         assert f"| `{path}` |" in readme
 
 

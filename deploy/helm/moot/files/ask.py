@@ -2,11 +2,11 @@
 
 import argparse
 import json
-import os
 import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 
 def main():
@@ -15,9 +15,10 @@ def main():
     parser.add_argument("--model", required=True)
     parser.add_argument("--timeout-s", type=float, default=120.0)
     parser.add_argument("--guarded", action="store_true", help="API keys are set")
+    parser.add_argument("--key-file", type=Path, help="holds a key that may call")
     options = parser.parse_args()
     deadline = time.monotonic() + options.timeout_s
-    key = os.environ.get("API_KEY", "")
+    key = options.key_file.read_text().strip() if options.key_file else ""
     wait_until_ready(options.url, deadline)
     if options.guarded:
         status = ask(f"{options.url}/v1/models", "", 10)[0]

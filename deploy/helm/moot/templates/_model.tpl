@@ -50,6 +50,13 @@ router's fetch is never taken for a whole model, nor one revision for another. O
 - name: fetch
   configMap:
     name: {{ include "moot.fullname" . }}-fetch
+{{- with .Values.model.hub.existingSecret }}
+- name: hub
+  secret:
+    secretName: {{ . }}
+    items:
+      - {key: {{ $.Values.model.hub.existingSecretKey }}, path: token}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -79,12 +86,8 @@ router's fetch is never taken for a whole model, nor one revision for another. O
     {{- with .root.Values.model.hub.endpoint }}
     - {name: HF_ENDPOINT, value: {{ . | quote }}}
     {{- end }}
-    {{- with .root.Values.model.hub.existingSecret }}
-    - name: HF_TOKEN
-      valueFrom:
-        secretKeyRef:
-          name: {{ . }}
-          key: {{ $.root.Values.model.hub.existingSecretKey }}
+    {{- if .root.Values.model.hub.existingSecret }}
+    - {name: HF_TOKEN_PATH, value: /etc/moot/hub/token}
     {{- end }}
     {{- with .root.Values.model.hub.extraEnv }}
     {{- toYaml . | nindent 4 }}
@@ -96,6 +99,9 @@ router's fetch is never taken for a whole model, nor one revision for another. O
   volumeMounts:
     - {name: models, mountPath: /models}
     - {name: fetch, mountPath: /etc/moot/fetch, readOnly: true}
+    {{- if .root.Values.model.hub.existingSecret }}
+    - {name: hub, mountPath: /etc/moot/hub, readOnly: true}
+    {{- end }}
     - {name: tmp, mountPath: /tmp}
 {{- end }}
 {{- end -}}
