@@ -154,7 +154,7 @@ def test_right_checksums_are_taken(hub: Hub, tmp_path: Path) -> None:
 def test_what_is_not_as_it_should_be_is_not_published(
     hub: Hub, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    """A wrong digest, weights that nobody named, a file that is missing: the pod does not start, and nothing is left."""
+    """A wrong digest, weights that nobody named, a missing file: the pod does not start, and nothing is left."""
     folder = tmp_path / "models" / "model"
     done = fetch(hub, folder, tmp_path, *arguments)
     assert done.returncode == 1
