@@ -81,3 +81,10 @@ def test_dockerfiles_pass_hadolint(service: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_images_have_the_torch_that_was_checked() -> None:
+    """The version in the Dockerfiles is the Makefile's, inside what pyproject.toml allows."""
+    (wanted,) = re.findall(r"^TORCH := torch==(.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for service in ("verifier", "drafter"):
+        assert f"ARG TORCH_VERSION={wanted}\n" in (ROOT / "services" / service / "Dockerfile").read_text()
