@@ -6,7 +6,8 @@
 #   tests/deploy/setup_engine.sh stop     ends the engine that it started
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-folder="$PWD/.moot/engine"
+# Not in this folder: the path of a Unix socket is short.
+folder=/tmp/moot-engine
 export DOCKER_HOST="${DOCKER_HOST:-unix://$folder/docker.sock}" DOCKER_BUILDKIT=1
 docker=/usr/bin/docker
 mkdir -p "$folder"
