@@ -82,6 +82,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "drafters.suffix: router.config.inProcessDrafters or requestDrafters has a drafter of that name",
     ),
+    "a pool named yes": (
+        {**MINIMAL, "drafters": {True: {"kind": "suffix"}}},
+        "drafters.true: YAML reads y, yes, on, n, no and off as true and false",
+    ),
     "a pool without a kind": (with_pool(replicas=2), "drafters.pool.kind: say which kind of drafter it is"),
     "a kind of the router's": (
         with_pool(kind="sibling"),

@@ -13,13 +13,16 @@ import pytest
 import yaml
 from charts import (
     CHART,
+    HELMS,
     MINIMAL,
     ROOT,
     SCENARIOS,
     chart_copy,
     containers,
+    helm,
     of_kind,
     one,
+    parse,
     pod_templates,
     render,
     rendered,
@@ -230,3 +233,37 @@ def test_every_model_free_kind_makes_a_pool(tmp_path: Path) -> None:
         assert config.kind == kind
         image = one(manifests, "Deployment", name)["spec"]["template"]["spec"]["containers"][0]["image"]
         assert image == "moot/drafter:0.1.0"
+
+
+def test_what_is_off_zero_or_empty_is_taken_too() -> None:
+    """A role that says false, 0 or nothing at all has that, whatever the defaults say."""
+    values = {
+        **MINIMAL,
+        "podDefaults": {"tolerations": [{"key": "a", "operator": "Exists"}]},
+        "router": {
+            **{"replicas": 3, "pdb": {"enabled": False}, "preStopSeconds": 0, "tolerations": []},
+            **{"serviceAccount": {"create": False, "name": "mine"}, "strategy": {"type": "Recreate"}},
+        },
+        "drafterDefaults": {"config": {"numThreads": 4}},
+        "drafters": {"pool": {"kind": "suffix", "replicas": 0, "config": {"numThreads": 0}}},
+    }
+    for version in HELMS:
+        manifests = render(values, version)
+        router = one(manifests, "Deployment", "demo-moot-router")
+        spec = router["spec"]["template"]["spec"]
+        assert router["spec"]["strategy"] == {"type": "Recreate"}
+        assert not {"tolerations", "lifecycle"} & {*spec, *spec["containers"][0]}
+        assert spec["serviceAccountName"] == "mine"
+        assert "mine" not in {account["metadata"]["name"] for account in of_kind(manifests, "ServiceAccount")}
+        assert not of_kind(manifests, "PodDisruptionBudget")
+        assert one(manifests, "Deployment", "demo-moot-drafter-pool")["spec"]["replicas"] == 0
+        config = yaml.safe_load(one(manifests, "ConfigMap", "demo-moot-drafter-pool")["data"]["config.yaml"])
+        assert config["num_threads"] == 0
+
+
+def test_a_release_that_is_called_as_the_chart_has_short_names() -> None:
+    """`helm install moot`: moot-router, not moot-moot-router; a long release's names still fit."""
+    for release, expected in (("moot", "moot-router"), ("a" * 53, "a" * 38 + "-router")):
+        done = helm("helm3", "template", release, str(CHART), "--values", "-", values=MINIMAL)
+        assert done.returncode == 0, done.stderr
+        one(parse(done.stdout), "Deployment", expected)

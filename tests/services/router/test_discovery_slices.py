@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from kubernetes import client
+from kubernetes.config import kube_config
 
 from moot.core.errors import ConfigError
 from services.router.discovery import JoinedPeers, StaticPeers, parse_source
@@ -474,9 +475,33 @@ def test_the_address_of_a_service_is_read(monkeypatch: pytest.MonkeyPatch, tmp_p
         with pytest.raises(ConfigError, match="NAMESPACE/SERVICE:PORT"):
             parse_source([wrong], 1, 1)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="no kubeconfig"):
         parse_source(["k8s:///serving/moot-verifier:7100"], 1, 1)
+
+
+def test_outside_a_cluster_the_kubeconfig_says_where_it_is(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """A router on somebody's own machine finds the pods of the cluster that kubectl would ask."""
+    path = tmp_path / "config"
+    named = {"name": "test", "cluster": {"server": f"http://127.0.0.1:{server.port}"}}
+    context = {"name": "test", "context": {"cluster": "test", "user": "test"}}
+    users = [{"name": "test", "user": {"token": "abc"}}]
+    config = {"clusters": [named], "contexts": [context], "users": users, "current-context": "test"}
+    path.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", **config}))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+
+    async def main() -> None:
+        watching = parse_source([f"k8s:///serving/{SERVICE}:7100"], 1, 5).watch()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await anext(watching) == {"10.0.0.1:7100"}
+        await watching.aclose()
+        await no_threads()
+
+    server.put(slice_of("a", endpoint("10.0.0.1")))
+    asyncio.run(main())
 
 
 def test_it_joins_other_sources(server: ApiServer) -> None:

@@ -96,6 +96,9 @@
 
 {{- define "moot.checkPool" -}}
 {{- $key := printf "drafters.%s" .pool -}}
+{{- if has .pool (list "true" "false" "null") -}}
+{{- fail (printf "%s: YAML reads y, yes, on, n, no and off as true and false: put the pool's name in quotes, or call it otherwise" $key) -}}
+{{- end -}}
 {{- $role := .role -}}
 {{- if not $role.kind -}}
 {{- fail (printf "%s.kind: say which kind of drafter it is, suffix or neural for instance" $key) -}}
@@ -251,7 +254,7 @@
 {{- end -}}
 {{- end -}}
 {{- $rolling := dig "rollingUpdate" dict $role.strategy -}}
-{{- if and (eq (dig "maxSurge" 1 $rolling | toString) "0") (eq (dig "maxUnavailable" 1 $rolling | toString) "0") -}}
+{{- if and (ne $role.strategy.type "Recreate") (eq (dig "maxSurge" 1 $rolling | toString) "0") (eq (dig "maxUnavailable" 1 $rolling | toString) "0") -}}
 {{- fail (printf "%s.strategy: maxSurge and maxUnavailable cannot both be 0: nothing could be replaced" $key) -}}
 {{- end -}}
 {{- $known := index (.root.Files.Get "files/options.json" | fromJson) .program -}}

@@ -39,6 +39,11 @@
 {{- add 5 (ceil (default 0 .role.config.stopTimeoutS)) -}}
 {{- end -}}
 
+{{/* Recreate takes no numbers, which a role has from podDefaults. */}}
+{{- define "moot.strategy" -}}
+{{- ternary (omit .strategy "rollingUpdate") .strategy (eq .strategy.type "Recreate") | toYaml -}}
+{{- end -}}
+
 {{/* Pods that there are at least. Takes role. */}}
 {{- define "moot.minReplicas" -}}
 {{- if .role.autoscaling.enabled }}{{ int .role.autoscaling.minReplicas }}{{ else }}{{ int .role.replicas }}{{ end -}}
