@@ -35,6 +35,7 @@ fi
 # One root file system serves under the three names that Dockerfiles, chart and docker-compose.yml use.
 if ! $docker image inspect python:3.11-slim redis:7.2 prom/prometheus:v2.53.0 >/dev/null 2>&1; then
   mmdebstrap --variant=minbase --include=ca-certificates,python3,python3-venv,redis-server,prometheus \
+    --customize-hook='mkdir -p "$1/data" && chown 999:999 "$1/data"' \
     bookworm "$folder/base.tar" /etc/apt/sources.list.d/debian.sources
   $docker import "$folder/base.tar" python:3.11-slim
   $docker import "$folder/base.tar" redis:7.2

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import time
 import urllib.error
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
-from charts import NAMESPACE, Manifest, of_kind, one, pod_templates, render, scenario_file
+from charts import NAMESPACE, ROOT, Manifest, of_kind, one, pod_templates, render, scenario_file, tool
 
 from moot.model.tiny import make_tiny_model
 
@@ -229,3 +230,64 @@ def test_pods_end_within_their_grace(pods: dict[str, Pod]) -> None:
         docker("stop", "--time", str(pod.grace_s), pod.name, timeout_s=pod.grace_s + 30)
         assert pod.status == "exited 0", f"{component}: {pod.status}: {pod.logs()}"
         assert time.monotonic() - started < pod.grace_s, component
+
+
+@pytest.fixture(scope="module")
+def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
+    """docker-compose.yml as it is, without Grafana, with a model that has been fetched already. Ports by service."""
+    folder = tmp_path_factory.mktemp("compose")
+    make_tiny_model(folder / "models" / "target")
+    fetched = {"repository": "org/tiny", "revision": None, "sha256": {}}
+    (folder / "models" / "target" / ".fetched.json").write_text(json.dumps(fetched))
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755)
+    ports = {name: free_port() for name in ("HTTP", "GRPC", "PROMETHEUS", "GRAFANA")}
+    environ = {**os.environ, "DOCKER_HOST": HOST, "MOOT_MODELS": str(folder / "models"), "MOOT_MODEL": "org/tiny"}
+    environ |= {f"MOOT_PORT_{name}": str(port) for name, port in ports.items()}
+
+    def run(*arguments: str) -> None:
+        command = [tool("venv/bin/docker-compose"), "--project-name", "moot-compose-test", *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+
+    services = ("router", "verifier", "drafter-suffix", "drafter-lookup", "redis", "prometheus")
+    try:
+        run("up", "--detach", "--no-build", "--pull", "never", "--wait", "--wait-timeout", "200", *services)
+        yield ports
+    finally:
+        run("down", "--volumes", "--timeout", "40")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+def test_compose_answers_and_is_watched(compose: dict[str, int]) -> None:
+    """`docker compose up`: a completion is streamed, and Prometheus scrapes every program and has the chart's rules."""
+    body = {"model": "org/tiny", "prompt": "one two one two", "max_tokens": 16, "stream": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{compose['HTTP']}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.read().decode().rstrip().endswith("data: [DONE]")
+    prometheus = f"http://127.0.0.1:{compose['PROMETHEUS']}/api/v1"
+    expected = {"router", "verifier", "drafter-suffix", "drafter-lookup"}
+    deadline = time.monotonic() + 60
+    while True:
+        found = get(f"{prometheus}/query?query=moot_build_info")["data"]["result"]
+        if {one["metric"]["pod"] for one in found} == expected:
+            break
+        assert time.monotonic() < deadline, found
+        time.sleep(1)
+    groups = get(f"{prometheus}/rules")["data"]["groups"]
+    assert groups
+    assert all(rule["health"] != "err" for group in groups for rule in group["rules"])
