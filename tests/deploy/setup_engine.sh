@@ -46,7 +46,8 @@ fi
 # Wheels that lie on this machine are lent to the builds; the CPU build of torch is taken from there, or from its index.
 arguments=(--secret "id=ca,src=/etc/ssl/certs/ca-certificates.crt")
 if [[ -d "${PIP_FIND_LINKS:-}" ]]; then
-  gateway="$($docker network inspect bridge --format '{{(index .IPAM.Config 0).Gateway}}')"
+  subnet="$($docker network inspect bridge --format '{{(index .IPAM.Config 0).Subnet}}')"
+  gateway="$(python3 -c 'import ipaddress, sys; print(next(ipaddress.ip_network(sys.argv[1]).hosts()))' "$subnet")"
   python3 -m http.server --bind "$gateway" --directory "$PIP_FIND_LINKS" 8765 >/dev/null 2>&1 &
   lender=$!
   trap 'kill $lender' EXIT
