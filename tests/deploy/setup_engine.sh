@@ -38,7 +38,7 @@ if ! $docker image inspect python:3.11-slim redis:7.2 prom/prometheus:v2.53.0 >/
     --customize-hook='mkdir -p "$1/data" && chown 999:999 "$1/data"' \
     bookworm "$folder/base.tar" /etc/apt/sources.list.d/debian.sources
   $docker import "$folder/base.tar" python:3.11-slim
-  $docker import "$folder/base.tar" redis:7.2
+  $docker import --change 'WORKDIR /data' "$folder/base.tar" redis:7.2
   $docker import --change 'ENTRYPOINT ["/usr/bin/prometheus"]' "$folder/base.tar" prom/prometheus:v2.53.0
   rm "$folder/base.tar"
 fi
