@@ -53,8 +53,12 @@ class RouterConfig(LinkOptions):
     ready_file: Path | None = option(None, help="written as JSON with the bound ports once requests are served")
     log_level: str = option("info", help="least level logged", choices=("debug", "info", "warning", "error"))
 
-    verifiers: tuple[str, ...] = option(help="host:port of each verifier, or dns:///name:port")
-    drafters: tuple[str, ...] = option((), help="id=host:port|host:port for each drafter and its replicas, or dns:///")
+    verifiers: tuple[str, ...] = option(
+        help="host:port of each verifier, or dns:///name:port, or k8s:///namespace/service:port"
+    )
+    drafters: tuple[str, ...] = option(
+        (), help="id=host:port|host:port for each drafter and its replicas, or dns:/// or k8s:///"
+    )
     in_process_drafters: tuple[str, ...] = option(
         (), help="drafters in this process: [id=]kind[:option=value]..., for instance suffix,prompt_lookup"
     )

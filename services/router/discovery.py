@@ -1,7 +1,4 @@
-"""Where peers are: sources of address lists. A pool follows one; whatever a source meets, the last list stays.
-
-Further sources (a watch of endpoints in a cluster) implement `PeerSource` and need nothing else.
-"""
+"""Where peers are: sources of address lists. A pool follows one; whatever a source meets, the last list stays."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moot.core.errors import ConfigError
+from services.router.endpoint_slices import K8S_SCHEME, parse_slices
 
 _log = logging.getLogger("moot.router.discovery")
 
@@ -103,13 +101,15 @@ class JoinedPeers:
 
 
 def parse_source(addresses: Sequence[str], interval_s: float, timeout_s: float) -> PeerSource:
-    """host:port entries and dns:///name:port entries. Raises ConfigError naming the bad one."""
-    static = frozenset(_checked(entry) for entry in addresses if not entry.startswith(DNS_SCHEME))
+    """host:port, dns:///name:port and k8s:///namespace/service:port entries. Raises ConfigError naming the bad one."""
+    static = frozenset(_checked(entry) for entry in addresses if not entry.startswith((DNS_SCHEME, K8S_SCHEME)))
     sources: list[PeerSource] = [StaticPeers(static)] if static else []
     for entry in addresses:
         if entry.startswith(DNS_SCHEME):
             name, _, port = _checked(entry.removeprefix(DNS_SCHEME)).rpartition(":")
             sources.append(DnsPeers(name, int(port), interval_s, timeout_s))
+        elif entry.startswith(K8S_SCHEME):
+            sources.append(parse_slices(entry, timeout_s))
     return sources[0] if len(sources) == 1 else JoinedPeers(tuple(sources))
 
 

@@ -1,0 +1,8 @@
+"""Tests of deployment share modules of this folder, which is no package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

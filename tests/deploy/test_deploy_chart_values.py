@@ -1,0 +1,269 @@
+"""The chart's values and the services' options: same names, same defaults, and files that the services take."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from charts import (
+    CHART,
+    HELMS,
+    MINIMAL,
+    ROOT,
+    SCENARIOS,
+    chart_copy,
+    containers,
+    helm,
+    of_kind,
+    one,
+    parse,
+    pod_templates,
+    render,
+    rendered,
+)
+
+from moot.config import load_config
+from moot.proposers.options import parse_options
+from moot.proposers.registry import MODEL_FREE_KINDS, load_kind
+from moot.rpc.link import LinkOptions
+from services.drafter.config import DrafterConfig
+from services.router.config import RouterConfig
+from services.router.discovery import parse_drafters, parse_source
+from services.router.endpoint_slices import K8S_SCHEME, parse_slices
+from services.verifier.config import VerifierConfig
+
+CONFIGS: dict[str, type] = {"router": RouterConfig, "verifier": VerifierConfig, "drafter": DrafterConfig}
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("chart_values", ROOT / "tools" / "chart_values.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def loaded(tmp_path: Path, role: str, text: str, env: list[dict[str, Any]]) -> Any:
+    """What the program makes of its file and of the environment that the chart gives it."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    environ = {variable["name"]: variable.get("value", "") for variable in env}
+    return load_config(CONFIGS[role], ["--config", str(path)], environ)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_programs_take_the_files_that_the_chart_writes(scenario: str, tmp_path: Path) -> None:
+    """Each rendered file, with the rendered environment, is a config to the program that reads it."""
+    manifests = rendered(scenario)
+    seen = set()
+    for _, pod in pod_templates(manifests):
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        role = component.partition("-")[0]
+        if role not in CONFIGS:
+            continue
+        seen.add(role)
+        (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "config"]
+        text = one(manifests, "ConfigMap", volume["configMap"]["name"])["data"]["config.yaml"]
+        config = loaded(tmp_path, role, text, pod["spec"]["containers"][0].get("env", []))
+        ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
+        assert ports["metrics"] == config.metrics_port
+        assert ports["grpc"] == (config.grpc_port if role == "router" else config.port)
+        if role == "router":
+            assert ports["http"] == config.port
+            replicas = [one for addresses in parse_drafters(config.drafters).values() for one in addresses]
+            for address in (*config.verifiers, *replicas):
+                if address.startswith(K8S_SCHEME):
+                    assert parse_slices(address, 1, api=object()).namespace == "serving"
+                else:
+                    parse_source([address], 1, 1)
+        if role == "drafter":
+            assert config.drafter_id == component.removeprefix("drafter-")
+            vocabulary = {} if config.kind == "neural" else {"vocab_size": 100}
+            model = {"model": config.model} if config.kind == "neural" else {}
+            parse_options(load_kind(config.kind).options, config.kind, {**vocabulary, **model, **config.kind_options})
+    assert seen == set(CONFIGS) or scenario in ("static-peers", "external-redis-tls")
+
+
+def test_defaults_are_the_services_own(tmp_path: Path) -> None:
+    """Nothing set in the chart: every option that the chart does not own has the value of its dataclass."""
+    values = {**MINIMAL, "drafters": {"suffix": {"kind": "suffix"}}}
+    manifests = render(values)
+    owned = generator().ROLES
+    for role, name, key in (
+        ("router", "demo-moot-router", "router"),
+        ("verifier", "demo-moot-verifier", "verifier"),
+        ("drafter", "demo-moot-drafter-suffix", "drafterDefaults"),
+    ):
+        text = one(manifests, "ConfigMap", name)["data"]["config.yaml"]
+        config = loaded(tmp_path, role, text, [])
+        link = {field.name for field in dataclasses.fields(LinkOptions)}
+        compared = 0
+        for field in dataclasses.fields(CONFIGS[role]):
+            if field.name not in owned[key][1] or field.name in link:
+                assert getattr(config, field.name) == field.default, f"{role}: {field.name}"
+                compared += 1
+        assert compared > 10
+
+
+def test_what_is_generated_is_up_to_date() -> None:
+    """values.yaml, its schema, the list of options and the README's table are what the services say today."""
+    stale = [path.name for path, text in generator().made().items() if path.read_text() != text]
+    assert stale == [], "python tools/chart_values.py"
+
+
+def test_every_value_is_documented() -> None:
+    """Each key of values.yaml stands in the README's table with a meaning, and the table has no others."""
+    text = (CHART / "values.yaml").read_text()
+    rows = dict(generator().documented(text))
+    values = yaml.safe_load(text)
+    assert not list(generator().undocumented(values, set(rows)))
+    readme = (CHART / "README.md").read_text()
+    for path, comment in rows.items():
+        generator().at(values, path)
+        assert len(comment) >= 3
+        assert f"| `{path}` |" in readme
+
+
+def test_the_schema_is_closed_and_knows_every_value() -> None:
+    """A misspelt key is refused wherever it stands, and no key of values.yaml is unknown to the schema."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    def resolve(node: dict[str, Any]) -> dict[str, Any]:
+        while "$ref" in node:
+            node = schema["definitions"][node["$ref"].removeprefix("#/definitions/")]
+        return node
+
+    def check(node: dict[str, Any], value: Any, path: str) -> None:
+        node = resolve(node)
+        if not isinstance(value, dict) or "properties" not in node:
+            return
+        assert node["additionalProperties"] is False, path
+        assert set(value) <= set(node["properties"]), path
+        for key, inner in value.items():
+            check(node["properties"][key], inner, f"{path}.{key}")
+
+    check(schema, values, "")
+    for name, node in schema["definitions"].items():
+        if "properties" in node and name != "podSettings":
+            assert node.get("additionalProperties") is False, name
+
+
+def test_models_of_a_hub_and_of_a_volume_are_where_programs_look(tmp_path: Path) -> None:
+    """The folder that the init container makes is the one that the program is told; weights only where needed."""
+    for scenario in SCENARIOS:
+        manifests = rendered(scenario)
+        for name, pod in pod_templates(manifests):
+            for init in pod["spec"].get("initContainers", []):
+                arguments = dict(part.removeprefix("--").partition("=")[::2] for part in init["args"])
+                (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "config"]
+                text = one(manifests, "ConfigMap", volume["configMap"]["name"])["data"]["config.yaml"]
+                config = yaml.safe_load(text)
+                assert arguments["folder"] == (config.get("model") or config["tokenizer"]), name
+                needs_weights = config.get("kind") == "neural" or "device" in config
+                assert ("without-weights" in arguments) != needs_weights, name
+
+
+def test_certificates_are_mounted_once_the_services_take_them(tmp_path: Path) -> None:
+    """`tls.enabled` waits for the programs: once they have the options, each role finds its own Secret."""
+    chart = chart_copy(tmp_path)
+    options = json.loads((chart / "files" / "options.json").read_text())
+    for known in options.values():
+        known += ["tls_cert_file", "tls_key_file", "tls_ca_file"]
+    (chart / "files" / "options.json").write_text(json.dumps(options))
+    drafters = {"suffix": {"kind": "suffix"}}
+    by_hand = {"existingSecrets": {"router": "r-tls", "verifier": "v-tls", "drafter": "d-tls"}}
+    made = {"certManager": {"enabled": True, "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}}
+    for tls, expected in (
+        (by_hand, {"router": "r-tls", "verifier": "v-tls", "drafter-suffix": "d-tls"}),
+        (made, {c: f"demo-moot-{c.partition('-')[0]}-tls" for c in ("router", "verifier", "drafter-suffix")}),
+    ):
+        manifests = render({**MINIMAL, "drafters": drafters, "tls": {"enabled": True, **tls}}, chart=chart)
+        mounted = {}
+        for _, pod in pod_templates(manifests):
+            for volume in pod["spec"]["volumes"]:
+                if volume["name"] == "tls":
+                    mounted[pod["metadata"]["labels"]["app.kubernetes.io/component"]] = volume["secret"]["secretName"]
+                    assert any(
+                        mount["name"] == "tls" and mount["mountPath"] == "/etc/moot/tls"
+                        for container in containers(pod)
+                        for mount in container["volumeMounts"]
+                    )
+        assert mounted == expected
+        certificates = of_kind(manifests, "Certificate")
+        assert len(certificates) == (3 if tls is made else 0)
+        assert {one["spec"]["secretName"] for one in certificates} <= set(expected.values())
+
+
+def test_a_pool_takes_what_it_does_not_say_from_the_defaults() -> None:
+    """podDefaults, then drafterDefaults, then the pool: the nearest wins, key by key."""
+    values = {
+        **MINIMAL,
+        "podDefaults": {"priorityClassName": "all", "schedulerName": "mine", "preStopSeconds": 7},
+        "drafterDefaults": {"priorityClassName": "drafters", "config": {"maxBatch": 5, "maxWidth": 3}},
+        "drafters": {
+            "plain": {"kind": "suffix"},
+            "own": {"kind": "suffix", "priorityClassName": "own", "config": {"maxBatch": 9}},
+        },
+    }
+    manifests = render(values)
+    for name, priority, batch in (("plain", "drafters", 5), ("own", "own", 9)):
+        spec = one(manifests, "Deployment", f"demo-moot-drafter-{name}")["spec"]["template"]["spec"]
+        assert (spec["priorityClassName"], spec["schedulerName"]) == (priority, "mine")
+        config = yaml.safe_load(one(manifests, "ConfigMap", f"demo-moot-drafter-{name}")["data"]["config.yaml"])
+        assert (config["max_batch"], config["max_width"]) == (batch, 3)
+    router = one(manifests, "Deployment", "demo-moot-router")["spec"]["template"]["spec"]
+    assert router["priorityClassName"] == "all"
+
+
+def test_every_model_free_kind_makes_a_pool(tmp_path: Path) -> None:
+    """Every kind that needs no model can be a pool of pods, on an image without torch."""
+    values = {**MINIMAL, "drafters": {kind.replace("_", "-"): {"kind": kind} for kind in MODEL_FREE_KINDS}}
+    manifests = render(values)
+    for kind in MODEL_FREE_KINDS:
+        name = f"demo-moot-drafter-{kind.replace('_', '-')}"
+        config = loaded(tmp_path, "drafter", one(manifests, "ConfigMap", name)["data"]["config.yaml"], [])
+        assert config.kind == kind
+        image = one(manifests, "Deployment", name)["spec"]["template"]["spec"]["containers"][0]["image"]
+        assert image == "moot/drafter:0.1.0"
+
+
+def test_what_is_off_zero_or_empty_is_taken_too() -> None:
+    """A role that says false, 0 or nothing at all has that, whatever the defaults say."""
+    values = {
+        **MINIMAL,
+        "podDefaults": {"tolerations": [{"key": "a", "operator": "Exists"}]},
+        "router": {
+            **{"replicas": 3, "pdb": {"enabled": False}, "preStopSeconds": 0, "tolerations": []},
+            **{"serviceAccount": {"create": False, "name": "mine"}, "strategy": {"type": "Recreate"}},
+        },
+        "drafterDefaults": {"config": {"numThreads": 4}},
+        "drafters": {"pool": {"kind": "suffix", "replicas": 0, "config": {"numThreads": 0}}},
+    }
+    for version in HELMS:
+        manifests = render(values, version)
+        router = one(manifests, "Deployment", "demo-moot-router")
+        spec = router["spec"]["template"]["spec"]
+        assert router["spec"]["strategy"] == {"type": "Recreate"}
+        assert not {"tolerations", "lifecycle"} & {*spec, *spec["containers"][0]}
+        assert spec["serviceAccountName"] == "mine"
+        assert "mine" not in {account["metadata"]["name"] for account in of_kind(manifests, "ServiceAccount")}
+        assert not of_kind(manifests, "PodDisruptionBudget")
+        assert one(manifests, "Deployment", "demo-moot-drafter-pool")["spec"]["replicas"] == 0
+        config = yaml.safe_load(one(manifests, "ConfigMap", "demo-moot-drafter-pool")["data"]["config.yaml"])
+        assert config["num_threads"] == 0
+
+
+def test_a_release_that_is_called_as_the_chart_has_short_names() -> None:
+    """`helm install moot`: moot-router, not moot-moot-router; a long release's names still fit."""
+    for release, expected in (("moot", "moot-router"), ("a" * 53, "a" * 38 + "-router")):
+        done = helm("helm3", "template", release, str(CHART), "--values", "-", values=MINIMAL)
+        assert done.returncode == 0, done.stderr
+        one(parse(done.stdout), "Deployment", expected)

@@ -1,0 +1,90 @@
+"""What checkov finds in the rendered scenarios and the Dockerfiles: nothing, but for exceptions that have a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from charts import ROOT, SCENARIOS, TOOLS, rendered, tool
+
+IN_CLUSTER = {
+    "CKV_K8S_11": (".*", "a CPU limit throttles a latency-bound step in the middle; requests set the share instead"),
+    "CKV_K8S_15": (".*", "tags are versions and never move; operators who want it set pullPolicy or a digest"),
+    "CKV_K8S_43": (".*", "digests are the operator's: image.digest of each role"),
+    "CKV_K8S_38": (".*-router$", "the router watches EndpointSlices; its Role allows that and nothing else"),
+    "CKV_K8S_35": (".*-router$", "the store's URL with its password is read from the environment only"),
+    "CKV_K8S_8": (".*-test$", "the pod of `helm test` runs once and ends"),
+    "CKV_K8S_9": (".*-test$", "the pod of `helm test` runs once and ends"),
+}
+IN_IMAGES = {
+    "CKV_DOCKER_2": (".*", "Kubernetes ignores HEALTHCHECK; the chart and docker-compose.yml have probes"),
+}
+
+
+def findings(arguments: list[str], framework: str, folder: Path) -> list[tuple[str, str]]:
+    """Check and resource of everything that fails."""
+    tool("venv/bin/checkov")
+    quiet = ["--compact", "--quiet", "--skip-download", "-o", "json"]
+    done = subprocess.run(
+        [TOOLS / "venv" / "bin" / "checkov", *arguments, "--framework", framework, *quiet],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=folder,
+        check=False,
+    )
+    report: Any = json.loads(done.stdout)
+    assert report["summary"]["parsing_errors"] == 0
+    assert report["summary"]["passed"] > 0
+    return [(one["check_id"], one["resource"]) for one in report["results"]["failed_checks"]]
+
+
+def unexplained(found: list[tuple[str, str]], allowed: dict[str, tuple[str, str]]) -> list[tuple[str, str]]:
+    return [
+        (check, resource)
+        for check, resource in found
+        if check not in allowed or not re.fullmatch(allowed[check][0], resource)
+    ]
+
+
+def test_rendered_objects_have_no_unexplained_findings(tmp_path: Path) -> None:
+    """Every finding in any scenario is an exception of the table, and every exception is needed."""
+    for scenario in SCENARIOS:
+        (tmp_path / f"{scenario}.yaml").write_text(yaml.safe_dump_all(rendered(scenario)))
+    found = findings(["-d", "."], "kubernetes", tmp_path)
+    assert unexplained(found, IN_CLUSTER) == []
+    assert {check for check, _ in found} == set(IN_CLUSTER)
+
+
+def test_dockerfiles_have_no_unexplained_findings() -> None:
+    """The same for the images."""
+    files = [f"services/{service}/Dockerfile" for service in ("router", "verifier", "drafter")]
+    found = findings([part for file in files for part in ("-f", file)], "dockerfile", ROOT)
+    assert unexplained(found, IN_IMAGES) == []
+    assert {check for check, _ in found} == set(IN_IMAGES)
+
+
+@pytest.mark.parametrize("service", ["router", "verifier", "drafter"])
+def test_dockerfiles_pass_hadolint(service: str) -> None:
+    """Exceptions stand in the Dockerfile, each with its reason."""
+    done = subprocess.run(
+        [tool("venv/bin/hadolint"), f"services/{service}/Dockerfile"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_images_have_the_torch_that_was_checked() -> None:
+    """The version in the Dockerfiles is the Makefile's, inside what pyproject.toml allows."""
+    (wanted,) = re.findall(r"^TORCH := torch==(.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for service in ("verifier", "drafter"):
+        assert f"ARG TORCH_VERSION={wanted}\n" in (ROOT / "services" / service / "Dockerfile").read_text()
