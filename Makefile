@@ -62,6 +62,9 @@ check: install-dev check-proto  ## style, types, layers, stubs up to date
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/module_table.py --check
+	$(BIN)/python tools/metrics_reference.py --check
+	$(BIN)/python tools/dashboards --check
+	$(BIN)/python tools/chart_values.py --check
 
 format: install-dev  ## what `check` would complain about, where a program can mend it
 	$(BIN)/ruff check --fix
@@ -75,6 +78,9 @@ drafters: install  ## rebuild the drafters that come with the package; PROMPTS=S
 
 docs: install-dev  ## regenerate what the documents take from the code
 	$(BIN)/python tools/module_table.py
+	$(BIN)/python tools/metrics_reference.py
+	$(BIN)/python tools/dashboards
+	$(BIN)/python tools/chart_values.py
 
 check-proto: install-dev
 	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \

