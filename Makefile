@@ -38,7 +38,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 install-dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
-	$(PIP) install -e ".[model,router,demo,dev]"
+	$(PIP) install -e ".[model,router,demo,tracing,dev]"
 	@touch $@
 
 demo: install  ## the whole system, with drafting on and off; PROMPT="..." asks your own question
