@@ -161,7 +161,7 @@ def target_rows(loaded: LoadedModel, token_ids: Tensor) -> tuple[Tensor, Tensor]
         return embedding, embedding[token_ids]
     # Its weights are packed: products with unit vectors give them back, bit by bit.
     unit = torch.eye(loaded.decoder.head.inputs, dtype=embedding.dtype)
-    return embedding, loaded.decoder.head(unit).T[token_ids].contiguous()
+    return embedding, loaded.decoder.head(unit).T[token_ids].to(embedding.dtype).contiguous()
 
 
 def _problem_of(head: RecurrentHead, config: dict[str, Any], loaded: LoadedModel, width: int) -> str | None:

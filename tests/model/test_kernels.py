@@ -50,7 +50,7 @@ def made(*sizes: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 def test_norms_are_right(kernels: Kernels) -> None:
     """Within a rounding of bfloat16 of float64, over rows of sizes from 1e-3 to 1e3; the sum is stored as rounded."""
     sizes = torch.logspace(-3, 3, 70)[:, None]
-    hidden, delta = (made(70, 96, seed=1) * sizes).bfloat16(), (made(70, 96, seed=2) * sizes).bfloat16()
+    hidden, delta = made(70, 96, seed=1) * sizes, made(70, 96, seed=2) * sizes
     scale, out = torch.rand(96) + 0.5, torch.empty(70, 96, dtype=torch.bfloat16)
     by = CNorm(scale.data_ptr(), 1e-5)
     summed = hidden + delta
@@ -68,11 +68,13 @@ def test_products_are_right(kernels: Kernels, outputs: int, biased: bool) -> Non
     """Within a rounding of float64 for any number of outputs; a row's bits are the same among any number of rows."""
     x, weight = made(40, 96, seed=1), made(outputs, 96, seed=2)
     bias = made(outputs, seed=3) if biased else None
-    product = KernelProduct(kernels, weight, bias)
+    product, single = KernelProduct(kernels, weight, bias), KernelProduct(kernels, weight, bias, single=True)
     whole = product(x)
+    assert torch.equal(single(x).bfloat16(), whole)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     size = x.double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)
     assert ((whole.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * size).all()
+    assert ((single(x).double() - expected).abs() <= 1e-5 * size).all()
     for count in range(1, 40):
         assert torch.equal(product(x[:count]), whole[:count])
         assert torch.equal(product(x[-count:]), whole[-count:])

@@ -55,7 +55,7 @@ def build_decoder(
             inner.embed_tokens.weight.detach(),
             tuple(_layer(layer, heads, arguments[index], pack) for index, layer in enumerate(inner.layers)),
             _norm(inner.norm),
-            pack(model.lm_head.weight, model.lm_head.bias),
+            pack(model.lm_head.weight, model.lm_head.bias, **({} if kernels is None else {"single": True})),
             rotary,
             heads,
         )

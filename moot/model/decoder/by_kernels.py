@@ -31,15 +31,19 @@ class KernelLayers:
         self._last_norm = _c_norm(weights.last_norm)
 
     def run(self, hidden: Tensor, positions: Sequence[int], step: Step, layers: Sequence[int]) -> Tensor:
-        """hidden: bfloat16 [rows, width], written to. Returns what the last norm makes of the last layer's rows."""
+        """hidden: float32 [rows, width], written to. Returns what the last norm makes of the last layer's rows, bfloat16.
+
+        The residual stream stays in float32 from layer to layer.
+        """
         weights, (rows, width) = self._weights, hidden.shape
         turns = torch.view_as_real(weights.rotary.at(positions)).reshape(rows, -1)
         plan = StepPlan(step, rows, turns, weights.heads)
         first = weights.layers[0]
-        normed, delta = torch.empty_like(hidden), torch.empty_like(hidden)
-        projected = hidden.new_empty(rows, first.queries_keys_values.outputs)
-        active = hidden.new_empty(rows, first.down.inputs)
-        own = (hidden, normed, projected, active, delta)
+        delta, half = torch.empty_like(hidden), weights.embedding
+        normed = half.new_empty(rows, width)
+        projected = half.new_empty(rows, first.queries_keys_values.outputs)
+        active = half.new_empty(rows, first.down.inputs)
+        own = (hidden, delta, normed, projected, active)
         c_rows = CRows(rows, width, *(tensor.data_ptr() for tensor in own))
         norms = [*(self._layers[index].before_attention for index in layers), self._last_norm]
         self._kernels.norm(norms[0], hidden, None, normed)

@@ -70,7 +70,7 @@ class Decoder:
         if self._by_kernels is None:
             normed = run_layers(weights, embedded, positions, step, rules, chosen)
         else:
-            normed = self._by_kernels.run(embedded, positions, step, chosen)
+            normed = self._by_kernels.run(embedded.float(), positions, step, chosen)
         return self._logits(normed, logit_rows, rules)
 
     def _logits(self, normed: Tensor, logit_rows: Sequence[int], rules: RowRules) -> Tensor:

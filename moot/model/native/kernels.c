@@ -1,6 +1,6 @@
 /* A decoder's layers for x86-64 CPUs with AVX512-BF16: products, norms, rotation, attention, activation.
  *
- * bfloat16 in and out, float32 in between. No number of a row depends on which other rows are computed with it, nor on
+ * Products and attention take and give bfloat16; the residual stream, logits and all sums are float32. No number of a row depends on which other rows are computed with it, nor on
  * the number of threads: every sum runs over a row's own elements in an order that follows from their own indices.
  * Addresses and strides are in bytes. The structures are filled in by plan.py.
  */
@@ -104,9 +104,12 @@ static inline __m512 silu(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), grown));
 }
 
-/* `gated`: the first half of a block's outputs are gates of the second; silu(gate) * other is half as many outputs. */
+/* What a product gives. GATED: the first half of a block's outputs are gates of the second; silu(gate) * other is half
+ * as many outputs, bfloat16. */
+enum { HALF, GATED, SINGLE };
+
 static inline __attribute__((always_inline)) void product_tile(const Weight *by, int64_t block, const bf16 *x,
-                                                               bf16 *out, int gated, const int rows) {
+                                                               void *out, int gives, const int rows) {
     __m512 sum[MOST_ROWS][2];
     dot(by->weight + block * by->inputs, x, by->inputs, sum, rows);
     const int64_t first = block * OUTPUTS, left = by->outputs - first;
@@ -118,26 +121,31 @@ static inline __attribute__((always_inline)) void product_tile(const Weight *by,
             a = _mm512_add_ps(a, _mm512_maskz_loadu_ps(low, by->bias + first));
             b = _mm512_add_ps(b, _mm512_maskz_loadu_ps(high, by->bias + first + 16));
         }
-        if (gated) {
-            narrow(out + row * (by->outputs / 2) + first / 2, _mm512_mul_ps(silu(a), b));
+        if (gives == GATED) {
+            narrow((bf16 *)out + row * (by->outputs / 2) + first / 2, _mm512_mul_ps(silu(a), b));
+        } else if (gives == SINGLE) {
+            float *to = (float *)out + row * by->outputs + first;
+            _mm512_mask_storeu_ps(to, low, a);
+            _mm512_mask_storeu_ps(to + 16, high, b);
         } else {
-            bf16 *to = out + row * by->outputs + first;
+            bf16 *to = (bf16 *)out + row * by->outputs + first;
             _mm256_mask_storeu_epi16(to, low, (__m256i)_mm512_cvtneps_pbh(a));
             _mm256_mask_storeu_epi16(to + 16, high, (__m256i)_mm512_cvtneps_pbh(b));
         }
     }
 }
 
-static void product(const Weight *by, const bf16 *x, bf16 *out, int64_t rows, int gated) {
-    const int64_t blocks = (by->outputs + OUTPUTS - 1) / OUTPUTS, width = gated ? by->outputs / 2 : by->outputs;
+static void product(const Weight *by, const bf16 *x, void *out, int64_t rows, int gives) {
+    const int64_t blocks = (by->outputs + OUTPUTS - 1) / OUTPUTS;
+    const int64_t row_bytes = gives == GATED ? by->outputs : by->outputs * (gives == SINGLE ? 4 : 2);
     const int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, per_tile = (rows + tiles - 1) / tiles;
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
         for (int64_t row = 0; row < rows; row += per_tile) {
             const bf16 *from = x + row * by->inputs;
-            bf16 *to = out + row * width;
+            char *to = (char *)out + row * row_bytes;
             switch (rows - row < per_tile ? rows - row : per_tile) {
-#define TILE(count) case count: product_tile(by, block, from, to, gated, count); break;
+#define TILE(count) case count: product_tile(by, block, from, to, gives, count); break;
                 TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
 #undef TILE
             }
@@ -151,21 +159,24 @@ typedef struct {
 } Norm;
 
 /* hidden += delta, unless delta is NULL; out = hidden / sqrt(mean(hidden^2) + epsilon) * scale. */
-static void norm(const Norm *by, bf16 *all_hidden, const bf16 *all_delta, bf16 *all_out, int64_t rows, int64_t width) {
+static void norm(const Norm *by, float *all_hidden, const float *all_delta, bf16 *all_out, int64_t rows,
+                 int64_t width) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        bf16 *hidden = all_hidden + row * width, *out = all_out + row * width;
-        const bf16 *delta = all_delta ? all_delta + row * width : 0;
+        float *hidden = all_hidden + row * width;
+        const float *delta = all_delta ? all_delta + row * width : 0;
+        bf16 *out = all_out + row * width;
         __m512 squares = _mm512_setzero_ps();
         for (int64_t i = 0; i < width; i += 16) {
-            if (delta) narrow(hidden + i, _mm512_add_ps(widen(hidden + i), widen(delta + i)));
-            __m512 x = widen(hidden + i);
+            __m512 x = _mm512_loadu_ps(hidden + i);
+            if (delta) _mm512_storeu_ps(hidden + i, x = _mm512_add_ps(x, _mm512_loadu_ps(delta + i)));
             squares = _mm512_fmadd_ps(x, x, squares);
         }
         float mean = _mm512_reduce_add_ps(squares) / (float)width;
         __m512 factor = _mm512_set1_ps(1.0f / sqrtf(mean + by->epsilon));
         for (int64_t i = 0; i < width; i += 16)
-            narrow(out + i, _mm512_mul_ps(_mm512_mul_ps(widen(hidden + i), factor), _mm512_loadu_ps(by->scale + i)));
+            narrow(out + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(hidden + i), factor),
+                                          _mm512_loadu_ps(by->scale + i)));
     }
 }
 
@@ -438,10 +449,11 @@ typedef struct {
     Attention attention;
 } Layer;
 
-/* Of a step: [rows, width] each, bfloat16. */
+/* Of a step. */
 typedef struct {
     int64_t rows, width;
-    bf16 *hidden, *normed, *projected, *active, *delta;
+    float *hidden, *delta; /* [rows, width] */
+    bf16 *normed, *projected, *active;
 } Rows;
 
 /* hidden is the residual stream before layer number `index`, and after it; `normed` what the layer's first norm makes
@@ -449,24 +461,25 @@ typedef struct {
 void moot_layer(const Plan *plan, const Layer *layer, int64_t index, const Norm *next, const Rows *of) {
 #pragma omp parallel num_threads(plan->threads)
     {
-        product(&layer->queries_keys_values, of->normed, of->projected, of->rows, 0);
+        product(&layer->queries_keys_values, of->normed, of->projected, of->rows, HALF);
         attend(plan, &layer->attention, index, of->projected);
-        product(&layer->attended, plan->mixed, of->delta, of->rows, 0);
+        product(&layer->attended, plan->mixed, of->delta, of->rows, SINGLE);
         norm(&layer->before_mlp, of->hidden, of->delta, of->normed, of->rows, of->width);
-        product(&layer->gate_up, of->normed, of->active, of->rows, 1);
-        product(&layer->down, of->active, of->delta, of->rows, 0);
+        product(&layer->gate_up, of->normed, of->active, of->rows, GATED);
+        product(&layer->down, of->active, of->delta, of->rows, SINGLE);
         norm(next, of->hidden, of->delta, of->normed, of->rows, of->width);
     }
 }
 
-void moot_norm(const Norm *by, bf16 *hidden, const bf16 *delta, bf16 *out, int64_t rows, int64_t width, int threads) {
+void moot_norm(const Norm *by, float *hidden, const float *delta, bf16 *out, int64_t rows, int64_t width,
+               int threads) {
 #pragma omp parallel num_threads(threads) if (rows > 16)
     norm(by, hidden, delta, out, rows, width);
 }
 
-void moot_product(const Weight *by, const bf16 *x, bf16 *out, int64_t rows, int gated, int threads) {
+void moot_product(const Weight *by, const bf16 *x, void *out, int64_t rows, int gives, int threads) {
 #pragma omp parallel num_threads(threads)
-    product(by, x, out, rows, gated);
+    product(by, x, out, rows, gives);
 }
 
 void moot_attend(const Plan *plan, const Attention *how, int64_t layer, const bf16 *projected) {

@@ -19,6 +19,9 @@ _log = logging.getLogger("moot.model")
 MOST_DIM = 256
 """Elements of a head at most."""
 
+HALF, GATED, SINGLE = range(3)
+"""What a product gives, as kernels.c numbers it."""
+
 
 class Kernels:
     """Called by one thread at a time. All tensors are contiguous; widths are multiples of 16, head sizes of 32."""
@@ -37,14 +40,15 @@ class Kernels:
         self.digest = source_digest()
 
     def norm(self, by: CNorm, hidden: Tensor, delta: Tensor | None, out: Tensor) -> None:
-        """hidden += delta; out = hidden / sqrt(mean(hidden^2) + epsilon) * scale: bfloat16 [rows, width]."""
+        """hidden += delta; out = hidden / sqrt(mean(hidden^2) + epsilon) * scale: [rows, width], float32, out bfloat16."""
         rows, width = hidden.shape
         added = None if delta is None else delta.data_ptr()
         self._norm(by, hidden.data_ptr(), added, out.data_ptr(), rows, width, torch.get_num_threads())
 
     def product(self, by: CWeight, x: Tensor, out: Tensor, gated: bool) -> None:
-        """bfloat16 [rows, inputs] to [rows, outputs], of which `gated` makes half as many."""
-        self._product(by, x.data_ptr(), out.data_ptr(), x.shape[0], gated, torch.get_num_threads())
+        """bfloat16 [rows, inputs] to bfloat16 or float32 [rows, outputs], of which `gated` makes half as many."""
+        gives = GATED if gated else SINGLE if out.dtype is torch.float32 else HALF
+        self._product(by, x.data_ptr(), out.data_ptr(), x.shape[0], gives, torch.get_num_threads())
 
     def attend(self, plan: CPlan, how: CAttention, layer: int, projected: Tensor) -> None:
         """Turn queries and keys, store keys and values, attend, into the plan's `mixed`.

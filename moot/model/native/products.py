@@ -15,14 +15,17 @@ OUTPUTS = 32
 
 
 class KernelProduct(Product):
-    """As `Product`; `gated`: the first half of the weight's outputs are gates, and what comes out is silu(gate) times
+    """As `Product`; `single`: it gives float32, which is as rounded as its sums are; `gated`: the first half of the weight's outputs are gates, and what comes out is silu(gate) times
     the second half, [rows, outputs / 2]. Inputs are a multiple of 2; gated outputs of 32."""
 
-    __slots__ = ("_kernels", "_scaled", "_weight", "c_weight", "gated")
+    __slots__ = ("_gives", "_kernels", "_scaled", "_weight", "c_weight", "gated")
 
-    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, gated: bool = False) -> None:
+    def __init__(
+        self, kernels: Kernels, weight: Tensor, bias: Tensor | None, gated: bool = False, single: bool = False
+    ) -> None:
         self.outputs, self.inputs = weight.shape
         self.has_bias, self.gated, self._kernels = bias is not None, gated, kernels
+        self._gives = torch.float32 if single else torch.bfloat16
         if gated:
             half = OUTPUTS // 2
             order = torch.arange(self.outputs).view(2, -1, half).transpose(0, 1).flatten()
@@ -34,6 +37,6 @@ class KernelProduct(Product):
         self.c_weight = CWeight(self.outputs, self.inputs, self._weight.data_ptr(), addend)
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0], self.outputs // 2 if self.gated else self.outputs)
+        out = torch.empty(x.shape[0], self.outputs // 2 if self.gated else self.outputs, dtype=self._gives)
         self._kernels.product(self.c_weight, x.contiguous(), out, self.gated)
         return out

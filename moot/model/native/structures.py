@@ -38,5 +38,5 @@ class CLayer(ctypes.Structure):
 class CRows(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("rows", "width")),
-        *((name, _pointer) for name in ("hidden", "normed", "projected", "active", "delta")),
+        *((name, _pointer) for name in ("hidden", "delta", "normed", "projected", "active")),
     )
