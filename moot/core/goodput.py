@@ -96,9 +96,16 @@ class Goodput(LengthPolicy):
         self._pool_probes = pool_probes or Probes()
         self._probe_length = min(probe_length, max_length)
         self._length: int | None = None
+        self._rest = 0
+        """Rounds at K = 0 that need no decision."""
         self._nodes_per_token = self._acceptance.offered
 
     def next_length(self, load: Load) -> int:
+        if self._length == 0 and self._rest > 0:
+            self._rest -= 1
+            return 0
+        if load.num_requests >= _MANY:
+            self._rest = _REST
         rates = [self._acceptance.rate(depth) for depth in range(self._max_length)]
         goodput = self.goodputs(rates, load)
         best = max(range(self._max_length + 1), key=goodput.__getitem__)
@@ -194,6 +201,9 @@ _DEVIATIONS = 0.8
 to 7): 0.5 is as good, none and 1.25 (a normal variable's) are worse; bench/length_sweep.py takes other seeds."""
 _WORTHWHILE = 1.02
 """What drafting must promise over K = 0: less drowns in what it costs others, and in how well costs are known."""
+_MANY, _REST = 8, 3
+"""Of so many requests at once, each that drafts nothing decides again after so many rounds only: what deciding costs is
+lost to a machine that is full, and the others find out in the meantime."""
 _TURNS = 1.3
 """From so many turns on requests are taken to rotate in groups."""
 _HIDDEN = 0.9

@@ -163,7 +163,8 @@ class Voters:
         self._answers: dict[str, float | None] = {}
         """Of the round that was collected last: seconds until each answer, None where it missed the vote."""
         self.num_top_candidates = 0
-        if any(source.wants_top_candidates for source in sources):
+        # Not of a request that opens while hardly any round drafts: finding them lengthens a full step.
+        if not self._hardly_drafts and any(source.wants_top_candidates for source in sources):
             self.num_top_candidates = self._ballots.num_top_candidates
 
     def prepare(self) -> None:

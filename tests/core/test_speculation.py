@@ -247,6 +247,26 @@ def test_what_a_slow_moment_said_is_forgotten() -> None:
     assert cost.seconds(1) == pytest.approx(0.03, rel=0.01)
 
 
+def test_of_many_requests_that_draft_nothing_each_decides_now_and_then() -> None:
+    """On a full verifier every fourth round of a request at K = 0 decides anew, and drafting returns with the first
+    that does after the others have gone; a request that drafts, or is one of few, decides in every round."""
+    verify = measured({n: 0.03 * n for n in (1, 2, 4, 8, 16, 32, 64, 128, 576)})
+    decided: list[int] = []
+    policy = goodput(verify)
+    plain = policy.goodputs
+    policy.goodputs = lambda *rest: decided.append(1) or plain(*rest)  # type: ignore[func-returns-value,method-assign]
+    many = Load(64)
+    rounds(policy, 0.0, 40, many)
+    assert len(decided) <= 14
+    policy.observe(RoundSample(0, 0, 0))
+    flat = measured(NEARLY_FREE)
+    policy._verify_cost = flat
+    assert max(rounds(policy, 1.0, 60, Load(1))) > 0
+    decided.clear()
+    rounds(policy, 1.0, 10, Load(1))
+    assert len(decided) >= 10
+
+
 def test_draft_times_fade_while_nothing_is_drafted() -> None:
     """What drafts took in a slow moment is half forgotten after a few hundred rounds without one, so that one that is
     made then counts."""

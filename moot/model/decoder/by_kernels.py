@@ -31,10 +31,8 @@ class KernelLayers:
         self._last_norm = _c_norm(weights.last_norm)
 
     def run(self, hidden: Tensor, positions: Sequence[int], step: Step, layers: Sequence[int]) -> Tensor:
-        """hidden: float32 [rows, width], written to. Returns what the last norm makes of the last layer's rows, bfloat16.
-
-        The residual stream stays in float32 from layer to layer.
-        """
+        """hidden: the residual stream, float32 [rows, width], written to. Returns what the last norm makes of it after
+        the last layer, bfloat16 of that shape."""
         weights, (rows, width) = self._weights, hidden.shape
         turns = torch.view_as_real(weights.rotary.at(positions)).reshape(rows, -1)
         plan = StepPlan(step, rows, turns, weights.heads)

@@ -40,7 +40,10 @@ class Kernels:
         self.digest = source_digest()
 
     def norm(self, by: CNorm, hidden: Tensor, delta: Tensor | None, out: Tensor) -> None:
-        """hidden += delta; out = hidden / sqrt(mean(hidden^2) + epsilon) * scale: [rows, width], float32, out bfloat16."""
+        """hidden += delta; out = hidden / sqrt(mean(hidden^2) + epsilon) * scale.
+
+        All [rows, width], float32; out bfloat16.
+        """
         rows, width = hidden.shape
         added = None if delta is None else delta.data_ptr()
         self._norm(by, hidden.data_ptr(), added, out.data_ptr(), rows, width, torch.get_num_threads())

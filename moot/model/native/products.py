@@ -15,8 +15,11 @@ OUTPUTS = 32
 
 
 class KernelProduct(Product):
-    """As `Product`; `single`: it gives float32, which is as rounded as its sums are; `gated`: the first half of the weight's outputs are gates, and what comes out is silu(gate) times
-    the second half, [rows, outputs / 2]. Inputs are a multiple of 2; gated outputs of 32."""
+    """As `Product`. `single`: it gives float32, its sums as they are. `gated`: the first half of the weight's outputs
+    are gates, and what comes out is silu(gate) times the second half, [rows, outputs / 2].
+
+    Inputs are a multiple of 2; gated outputs of 32.
+    """
 
     __slots__ = ("_gives", "_kernels", "_scaled", "_weight", "c_weight", "gated")
 
