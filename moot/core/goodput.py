@@ -101,11 +101,10 @@ class Goodput(LengthPolicy):
         self._nodes_per_token = self._acceptance.offered
 
     def next_length(self, load: Load) -> int:
-        if self._length == 0 and self._rest > 0:
+        if self._length == 0 and self._rest > 0 and load.num_requests >= _MANY:
             self._rest -= 1
             return 0
-        if load.num_requests >= _MANY:
-            self._rest = _REST
+        self._rest = _REST
         rates = [self._acceptance.rate(depth) for depth in range(self._max_length)]
         goodput = self.goodputs(rates, load)
         best = max(range(self._max_length + 1), key=goodput.__getitem__)
