@@ -16,6 +16,7 @@
 #define OUTPUTS 32   /* outputs of a product whose weights lie together */
 #define MOST_ROWS 12 /* rows for which a block of weights is read once */
 #define AHEAD 32     /* pairs that are fetched before they are multiplied, so that products wait for memory alone */
+#define AHEAD_SLOTS 64 /* likewise, slots before they are attended to */
 
 typedef uint16_t bf16;
 
@@ -81,13 +82,13 @@ typedef struct {
     const float *bias;     /* [outputs], or NULL */
 } Weight;
 
-/* sum[row] = weights of OUTPUTS outputs times x[row], from the first pair of inputs to the last. */
+/* sum[row] = weights of OUTPUTS outputs times x[row], from the first pair of inputs to the last. Meanwhile as many pairs
+ * are fetched from `soon` on. */
 static inline __attribute__((always_inline)) void dot(const __m512i *weight, const bf16 *x, int64_t inputs,
-                                                      __m512 sum[][2], const int rows) {
+                                                      const __m512i *soon, __m512 sum[][2], const int rows) {
     for (int row = 0; row < rows; row++) sum[row][0] = sum[row][1] = _mm512_setzero_ps();
     for (int64_t pair = 0; pair < inputs / 2; pair++) {
-        for (int half = 0; half < 2; half++)
-            _mm_prefetch((const char *)(weight + 2 * (pair + AHEAD) + half), _MM_HINT_T0);
+        for (int half = 0; half < 2; half++) _mm_prefetch((const char *)(soon + 2 * pair + half), _MM_HINT_T0);
         __m512bh low = (__m512bh)_mm512_load_si512(weight + 2 * pair);
         __m512bh high = (__m512bh)_mm512_load_si512(weight + 2 * pair + 1);
         for (int row = 0; row < rows; row++) {
@@ -109,9 +110,10 @@ static inline __m512 silu(__m512 x) {
 enum { HALF, GATED, SINGLE };
 
 static inline __attribute__((always_inline)) void product_tile(const Weight *by, int64_t block, const bf16 *x,
-                                                               void *out, int gives, const int rows) {
+                                                               const __m512i *soon, void *out, int gives,
+                                                               const int rows) {
     __m512 sum[MOST_ROWS][2];
-    dot(by->weight + block * by->inputs, x, by->inputs, sum, rows);
+    dot(by->weight + block * by->inputs, x, by->inputs, soon, sum, rows);
     const int64_t first = block * OUTPUTS, left = by->outputs - first;
     const __mmask16 low = left >= 16 ? 0xFFFF : (__mmask16)((1 << left) - 1);
     const __mmask16 high = left >= 32 ? 0xFFFF : left > 16 ? (__mmask16)((1 << (left - 16)) - 1) : 0;
@@ -141,11 +143,14 @@ static void product(const Weight *by, const bf16 *x, void *out, int64_t rows, in
     const int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, per_tile = (rows + tiles - 1) / tiles;
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
+        const __m512i *weight = by->weight + block * by->inputs, *next = weight + by->inputs;
         for (int64_t row = 0; row < rows; row += per_tile) {
             const bf16 *from = x + row * by->inputs;
             char *to = (char *)out + row * row_bytes;
+            /* The first tile waits for memory, further ones multiply: the second fetches the next block meanwhile. */
+            const __m512i *soon = row == 0 ? weight + 2 * AHEAD : row == per_tile ? next : weight;
             switch (rows - row < per_tile ? rows - row : per_tile) {
-#define TILE(count) case count: product_tile(by, block, from, to, gives, count); break;
+#define TILE(count) case count: product_tile(by, block, from, soon, to, gives, count); break;
                 TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
 #undef TILE
             }
@@ -299,6 +304,11 @@ static inline __attribute__((always_inline)) void mix(const Plan *plan, const Se
     __m512i values[4];
     for (int64_t slot = start; slot < end; slot += 2) {
         if (slot < whole) {
+            const char *soon = base + (slot + AHEAD_SLOTS) * of->slot;
+            for (int i = 0; i < halves; i += 2) {
+                _mm_prefetch(soon + 32 * i, _MM_HINT_T0);
+                _mm_prefetch(soon + of->slot + 32 * i, _MM_HINT_T0);
+            }
             pair_values(base + slot * of->slot, base + (slot + 1) * of->slot, values, halves);
         } else {
             const char *other = slot + 1 < end ? token(plan, of, row, layer, 1, head, slot + 1) + offset : 0;
@@ -373,7 +383,11 @@ static void attend_block(const Plan *plan, const Block *block, int64_t layer, in
     const int64_t common = of->tree ? of->length / SLOTS * SLOTS : highest;
     for (int64_t slot = start; slot < common; slot += SLOTS) {
         const char *base = token(plan, of, rows, layer, 0, head, 0);
-        for (int i = 0; i < SLOTS; i++) keys[i] = base + (slot + i) * of->slot;
+        for (int i = 0; i < SLOTS; i++) {
+            keys[i] = base + (slot + i) * of->slot;
+            for (int64_t line = 0; line < 2 * dim; line += 64)
+                _mm_prefetch(keys[i] + AHEAD_SLOTS * of->slot + line, _MM_HINT_T0);
+        }
         pack_keys(keys, packed, dim);
         for (int64_t row = 0; row < count; row++)
             for (int64_t j = 0; j < group; j++)
