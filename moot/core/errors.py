@@ -13,7 +13,8 @@ MootError
 ├── DeadlineExceeded           a wait reached its bound                           504 DEADLINE_EXCEEDED
 ├── PeerError                  about another pod                                  503 UNAVAILABLE
 │   ├── PeerLost               stream broken, heartbeats missed or unprogressing
-│   └── PeerRefused            other tokenizer or model than asked; never used
+│   ├── PeerRefused            other tokenizer or model than asked; never used
+│   └── PeerForbidden          its certificate says another role or installation  PERMISSION_DENIED
 ├── SessionError               one session, others go on
 │   ├── UnknownSession         open it again
 │   └── RequestPoisoned        the target's numbers are not finite for it         500 INTERNAL
@@ -93,6 +94,10 @@ class PeerLost(PeerError):
 
 
 class PeerRefused(PeerError):
+    pass
+
+
+class PeerForbidden(PeerError):
     pass
 
 

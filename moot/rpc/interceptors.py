@@ -20,6 +20,7 @@ from moot.core.errors import (
     MootError,
     NoCapacity,
     PeerError,
+    PeerForbidden,
     RateLimited,
     RequestPoisoned,
     SessionError,
@@ -36,6 +37,7 @@ _CODES: tuple[tuple[type[MootError], grpc.StatusCode], ...] = (
     (RateLimited, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NoCapacity, grpc.StatusCode.UNAVAILABLE),
     (StoreError, grpc.StatusCode.UNAVAILABLE),
+    (PeerForbidden, grpc.StatusCode.PERMISSION_DENIED),
     (PeerError, grpc.StatusCode.UNAVAILABLE),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (RequestPoisoned, grpc.StatusCode.INTERNAL),
@@ -73,6 +75,10 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler: a MootError becomes its status, anything else INTERNAL without its text."""
 
+    def __init__(self, admit: Callable[[grpc.aio.ServicerContext[Any, Any]], None] = lambda _: None) -> None:
+        """`admit` raises a MootError for callers that may not call. It is asked once a call."""
+        self._admit = admit
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
@@ -91,6 +97,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
                 try:
+                    self._admit(context)
                     answers = inner_stream(request, context)
                     if inspect.isawaitable(answers):
                         await answers  # it writes through the context, as the health service's Watch does
@@ -105,6 +112,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
+                self._admit(context)
                 return await handler.unary_unary(request, context)
             except Exception as error:  # noqa: BLE001 - this is the border where every error ends
                 await _abort(context, error)

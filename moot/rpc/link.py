@@ -14,6 +14,7 @@ import grpc.aio
 
 from moot.config import option
 from moot.core.errors import ConfigError
+from moot.rpc.tls import PodTls, TlsOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ _DEFAULTS = LinkConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkOptions:
+class LinkOptions(TlsOptions):
     """What every program with a link can be told about it; the base of the services' configs."""
 
     max_message_bytes: int = option(_DEFAULTS.max_message_bytes, help="size limit of one frame, equal on both sides")
@@ -98,6 +99,13 @@ STREAM_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.Usage
 """What reading or writing a dead stream raises; `write` may raise InvalidStateError beside AioRpcError."""
 
 
-def open_channel(address: str, config: LinkConfig) -> grpc.aio.Channel:
-    """An insecure channel to one pod. Must be called on a running event loop."""
+def open_channel(
+    address: str, config: LinkConfig, tls: PodTls | None = None, role: str = "verifier"
+) -> grpc.aio.Channel:
+    """A channel to one pod, in plain text unless there is `tls`; then the pod must prove that it plays `role`.
+
+    Must be called on a running event loop.
+    """
+    if tls is not None:
+        return tls.open_channel(address, role, config.channel_options())
     return grpc.aio.insecure_channel(address, options=config.channel_options())

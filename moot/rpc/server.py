@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -18,6 +19,7 @@ from moot.core.errors import ConfigError
 from moot.metrics import Metrics
 from moot.rpc.interceptors import ErrorInterceptor
 from moot.rpc.link import LinkConfig
+from moot.rpc.tls import PodTls
 
 _log = logging.getLogger("moot.server")
 
@@ -46,10 +48,15 @@ def termination_event() -> asyncio.Event:
 class GrpcServer:
     """One server with the health service beside its own; `port` is the bound one."""
 
-    def __init__(self, link: LinkConfig, services: Sequence[str], reuse_port: bool = False) -> None:
+    def __init__(
+        self, link: LinkConfig, services: Sequence[str], reuse_port: bool = False, tls: PodTls | None = None
+    ) -> None:
+        """With `tls` only routers of the same installation may call, and its files are watched while it serves."""
         self._services = ("", *services)
+        self._tls = tls
         self._health = health.aio.HealthServicer()
-        self.server = grpc.aio.server(options=link.server_options(reuse_port), interceptors=(ErrorInterceptor(),))
+        interceptor = ErrorInterceptor() if tls is None else ErrorInterceptor(partial(tls.admit, "router"))
+        self.server = grpc.aio.server(options=link.server_options(reuse_port), interceptors=(interceptor,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self.port = 0
 
@@ -59,10 +66,16 @@ class GrpcServer:
         if not 0 <= port < 65536:
             raise ConfigError(f"cannot listen on {host}:{port}: a port is 0 to 65535")
         try:
-            self.port = self.server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            if self._tls is None:
+                self.port = self.server.add_insecure_port(address)
+            else:
+                self.port = self.server.add_secure_port(address, self._tls.server_credentials())
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: no such address here, or the port is taken") from error
         await self.server.start()
+        if self._tls is not None:
+            self._tls.watch()
 
     async def set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
@@ -72,6 +85,8 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls at once, cut the rest after `grace_s` seconds."""
         await self.server.stop(grace_s)
+        if self._tls is not None:
+            self._tls.close()
 
 
 async def run_until_terminated(

@@ -12,6 +12,7 @@ from moot.metrics import Metrics
 from moot.proposers.base import Proposer
 from moot.proposers.registry import REQUEST_KINDS, create
 from moot.rpc.server import GrpcServer, run_until_terminated
+from moot.rpc.tls import open_tls
 from moot.shipped import locate
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from moot.v1.drafter_service_pb2_grpc import add_DrafterServiceServicer_to_server
@@ -58,6 +59,7 @@ async def serve(
 ) -> None:
     """Run until SIGTERM. `make` is called on the thread that drafts."""
     metrics = Metrics("drafter")
+    tls = open_tls(config, "drafter", metrics)
     worker = WorkerThread("drafter")
     proposer, info = await asyncio.wrap_future(worker.submit(lambda: make(config)))
     engine = DrafterEngine(proposer, config, metrics, info.vocab_size)
@@ -65,7 +67,7 @@ async def serve(
     drafter_id = config.drafter_id or config.kind
     metrics.drafter_info.labels(drafter_id, config.kind).set(1)
     servicer = DrafterServicer(engine, description, drafter_id, config.max_queued_answers, config.max_message_bytes)
-    server = GrpcServer(config.link, [SERVICE])
+    server = GrpcServer(config.link, [SERVICE], tls=tls)
     add_DrafterServiceServicer_to_server(servicer, server.server)
     engine.start(worker)
     try:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from moot.admin import AdminServer
@@ -17,6 +18,7 @@ from moot.metrics import Metrics
 from moot.proposers.entries import parse_entries
 from moot.proposers.registry import REQUEST_KINDS, create
 from moot.rpc.server import GrpcServer, termination_event, write_ready_file
+from moot.rpc.tls import PodTls, open_tls
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from moot.tracing import open_tracing
 from moot.v1 import router_service_pb2_grpc
@@ -42,14 +44,16 @@ SERVICE = "moot.v1.RouterService"
 class Peers:
     """The verifiers and drafters of one router, and what the fronts and the gauges are told of them."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Any, metrics: Metrics) -> None:
+    def __init__(self, config: RouterConfig, tokenizer: Any, metrics: Metrics, tls: PodTls | None = None) -> None:
         self._config = config
+        self._tls = tls
+        link_policy = replace(config.link_policy, tls=tls)
         self._metrics = metrics
         self._tasks: list[asyncio.Task[None]] = []
         self._last_served = time.monotonic()
         self.draining = False
         self.targets = VerifierPool(
-            config.link_policy,
+            link_policy,
             config.target_policy,
             tokenizer_fingerprint(tokenizer),
             metrics,
@@ -70,7 +74,7 @@ class Peers:
         self.pools = {
             drafter_id: DrafterPool(
                 drafter_id,
-                config.link_policy,
+                link_policy,
                 config.strike_policy,
                 lambda: self.targets.fingerprint,
                 metrics,
@@ -117,6 +121,8 @@ class Peers:
         return pools
 
     def start(self) -> None:
+        if self._tls is not None:
+            self._tls.watch()
         config = self._config
         waits = (config.discovery_interval_s, config.discovery_timeout_s)
         sources = [(parse_source(config.verifiers, *waits), self.targets.set_addresses)]
@@ -132,6 +138,8 @@ class Peers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(pool.set_addresses([]) for pool in self.pools.values()), self.targets.close())
+        if self._tls is not None:
+            self._tls.close()
 
     def on_state(self) -> None:
         """Some peer's state changed."""
@@ -205,12 +213,13 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
     """Serve until SIGTERM; then readiness off, new requests refused, running ones finished, everything closed."""
     terminated = terminated or termination_event()
     metrics, tracing = Metrics("router"), open_tracing("router")
+    tls = open_tls(config, "router", metrics)
     metrics.num_requests_limit.set(config.http.max_choices_in_flight)
     tokenizer = load_tokenizer(config.model, config.revision)
     keys = ApiKeys.from_keys(config.api_key)
     if config.api_keys_file is not None:
         keys = keys | ApiKeys.from_file(config.api_keys_file)
-    peers = Peers(config, tokenizer, metrics)
+    peers = Peers(config, tokenizer, metrics, tls)
     store = await open_store(config.store, lambda up: _note_store(metrics, up))
     model = ServedModel(config.served_model_names[0], tokenizer_fingerprint(tokenizer))
     rounds = Rounds(peers.targets, peers.electorate, store, model, metrics, config.max_buffered_spans)

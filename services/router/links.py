@@ -30,6 +30,8 @@ from moot.core.errors import BodyTooLarge, PeerLost, PeerRefused
 from moot.rpc.frames import ITEM_OVERHEAD_BYTES, FrameQueue, FrameQueueFull
 from moot.rpc.handed import Handed
 from moot.rpc.link import STREAM_ERRORS, LinkConfig, open_channel
+from moot.rpc.reasons import failure_of
+from moot.rpc.tls import PodTls
 from moot.tally import Tally
 
 _log = logging.getLogger("moot.router.links")
@@ -51,6 +53,7 @@ class LinkPolicy:
     """How a link lives; durations in seconds."""
 
     link: LinkConfig = field(default_factory=LinkConfig)
+    tls: PodTls | None = None
     backoff_min_s: float = 0.1
     backoff_max_s: float = 5.0
     refused_retry_s: float = 10.0
@@ -85,6 +88,7 @@ class PeerLink(ABC, Generic[CommandT]):
         self.address = address
         self.state = PeerState.CONNECTING
         self.refusal: str | None = None
+        self._failure: str | None = None
         self._has_left = False
         self._policy = policy
         self._on_state = on_state
@@ -175,11 +179,11 @@ class PeerLink(ABC, Generic[CommandT]):
             while not self._stopped:
                 pause = self._policy.backoff_max_s
                 try:
-                    async with open_channel(self.address, self._policy.link) as channel:
+                    async with open_channel(self.address, self._policy.link, self._policy.tls, self.role) as channel:
                         self._set_state(PeerState.CONNECTING)
                         async with asyncio.timeout(self._policy.link.describe_timeout_ms / 1000):
-                            await self._describe(channel)
-                        self.refusal = None
+                            await self._ask(channel)
+                        self.refusal = self._failure = None
                         failures = 0
                         await self._run_stream(channel)
                 except PeerRefused as error:
@@ -188,7 +192,7 @@ class PeerLink(ABC, Generic[CommandT]):
                     self._set_state(PeerState.REFUSED)
                     pause = self._policy.refused_retry_s
                 except (*STREAM_ERRORS, OSError, TimeoutError, PeerLost) as error:
-                    _log.debug("peer lost", extra={"address": self.address, "reason": type(error).__name__})
+                    self._note_failure(str(error) if isinstance(error, PeerLost) else type(error).__name__)
                 except Exception:  # noqa: BLE001 - one bad answer must not end the only task that would reconnect
                     _log.exception("peer lost", extra={"address": self.address})
                 if self.state is not PeerState.REFUSED:
@@ -203,6 +207,19 @@ class PeerLink(ABC, Generic[CommandT]):
                 await asyncio.sleep(pause * (0.5 + random.random() / 2))
         finally:
             self._close_stream("the router stops")
+
+    async def _ask(self, channel: grpc.aio.Channel) -> None:
+        try:
+            await self._describe(channel)
+        except grpc.aio.AioRpcError as error:
+            tls = self._policy.tls
+            raise failure_of(error, None if tls is None else tls.identity.peer(self.role).server_name) from error
+
+    def _note_failure(self, reason: str) -> None:
+        """A peer that is not there fails several times a second: said once."""
+        if reason != self._failure:
+            self._failure = reason
+            _log.warning("peer not reached", extra={"role": self.role, "address": self.address, "reason": reason})
 
     async def _run_stream(self, channel: grpc.aio.Channel) -> None:
         queue: FrameQueue[_Queued[CommandT]] = FrameQueue(

@@ -12,6 +12,7 @@ from moot.model.backend import choose_runner
 from moot.model.load import LoadedModel, load_model
 from moot.model.runner import ModelRunner
 from moot.rpc.server import GrpcServer, run_until_terminated, termination_event
+from moot.rpc.tls import open_tls
 from moot.tracing import Tracing, open_tracing
 from moot.v1 import verifier_service_pb2_grpc as pb_grpc
 from moot.worker import WorkerThread
@@ -65,6 +66,7 @@ def make_engine(
 async def serve(config: VerifierConfig) -> int:
     """Serve until SIGTERM. Returns the exit status: 1 when the compute thread could not go on."""
     metrics, tracing = Metrics("verifier"), open_tracing("verifier")
+    tls = open_tls(config, "verifier", metrics)
     terminated, loop, died = termination_event(), asyncio.get_running_loop(), []
 
     def on_death() -> None:
@@ -78,7 +80,7 @@ async def serve(config: VerifierConfig) -> int:
     if config.vllm_metric_names:
         metrics.add_vllm_names(engine.info.model)
     servicer = VerifierServicer(engine, config)
-    server = GrpcServer(config.link, (SERVICE,))
+    server = GrpcServer(config.link, (SERVICE,), tls=tls)
     pb_grpc.add_VerifierServiceServicer_to_server(servicer, server.server)
     engine.start(worker)
     try:
