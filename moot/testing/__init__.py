@@ -2,7 +2,8 @@
 
 `ScriptedVerifier` and `ScriptedDrafter` are gRPC servers on loopback whose tokens are a pure function of the prefix
 (`ScriptedText`) and which fail as they are told; `TcpProxy` breaks the network between two ends; `byte_tokenizer` needs
-no file; `InProcessServer` serves any servicer; `moot.testing.certificates` makes what mutual TLS needs. No torch, no cluster.
+no file; `InProcessServer` serves any servicer; `moot.testing.certificates` makes what mutual TLS needs. No torch, no
+cluster.
 """
 
 from moot.testing.drafter import Manner, ScriptedDrafter

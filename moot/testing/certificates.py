@@ -54,11 +54,15 @@ class PodFiles:
 
 @dataclass(slots=True)
 class Authority:
-    """Signs pods' certificates. Lifetimes from `starts` to `ends` days from now; negative: that was before."""
+    """Signs pods' certificates. Lifetimes from `starts` to `ends` days from now; negative: that was before.
+
+    `issuer`: the authority that has signed this one's own certificate; None: itself.
+    """
 
     name: str = "authority"
     starts: float = -1.0
     ends: float = 30.0
+    issuer: Authority | None = None
     _key: ec.EllipticCurvePrivateKey = field(default_factory=lambda: ec.generate_private_key(ec.SECP256R1()))
     _cert: x509.Certificate | None = None
 
@@ -69,9 +73,10 @@ class Authority:
     @property
     def certificate(self) -> x509.Certificate:
         if self._cert is None:
-            builder = self._builder(_name(self.name), self._key, self.starts, self.ends)
+            issuer = self.issuer or self
+            builder = issuer._builder(_name(self.name), self._key, self.starts, self.ends)
             builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-            self._cert = builder.sign(self._key, SHA256())
+            self._cert = builder.sign(issuer._key, SHA256())
         return self._cert
 
     def issue(

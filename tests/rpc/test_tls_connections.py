@@ -1,0 +1,285 @@
+"""Mutual TLS on real connections: who is let in, who is not and hears why, and what changes when files change."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from cryptography import x509
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from moot.core.errors import PeerLost, PeerRefused
+from moot.metrics import Metrics
+from moot.rpc.certificates import check, read_pems
+from moot.rpc.identity import Identity
+from moot.rpc.link import LinkConfig, open_channel
+from moot.rpc.reasons import failure_of
+from moot.rpc.server import GrpcServer
+from moot.rpc.tls import PodTls
+from moot.testing.certificates import Authority, Leaf, PodFiles
+from moot.v1 import drafter_service_pb2 as pb
+from moot.v1 import drafter_service_pb2_grpc as pb_grpc
+
+ROUTER = Identity("prod", "demo", "router")
+VERIFIER, DRAFTER = ROUTER.peer("verifier"), ROUTER.peer("drafter")
+OURS = Authority("ours", starts=-9)
+
+
+class Greeter(pb_grpc.DrafterServiceServicer):
+    """Says the serial number of the certificate that the caller came with, once for each question."""
+
+    async def Draft(
+        self, request_iterator: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.DraftResponse]:
+        (pem,) = context.auth_context()["x509_pem_cert"]
+        serial_number = x509.load_pem_x509_certificate(pem).serial_number
+        async for _ in request_iterator:
+            yield pb.DraftResponse(answers=[pb.DraftAnswer(session_id=serial_number & 0xFFFFFFFF)])
+
+
+@dataclass
+class Line:
+    """One stream of a router's."""
+
+    call: grpc.aio.StreamStreamCall[Any, Any]
+
+    async def ask(self) -> int:
+        await self.call.write(pb.DraftRequest())
+        return int((await asyncio.wait_for(self.call.read(), 20)).answers[0].session_id)
+
+
+class Stage:
+    """A verifier and whoever calls it; everything ends with the `async with`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = AsyncExitStack()
+        self._count = 0
+
+    async def __aenter__(self) -> Stage:
+        self.files = PodFiles(self.folder / "verifier").write(OURS.issue(VERIFIER), OURS)
+        self.tls = PodTls(self.files.paths, "verifier", Metrics("verifier"))
+        self.address = await self.serve(self.tls)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+    async def serve(self, tls: PodTls | None) -> str:
+        server = GrpcServer(LinkConfig(), ["moot.v1.DrafterService"], tls=tls)
+        pb_grpc.add_DrafterServiceServicer_to_server(Greeter(), server.server)
+        await server.start("127.0.0.1", 0)
+        await server.set_serving(True)
+        self._stack.push_async_callback(server.stop, 0.0)
+        return f"127.0.0.1:{server.port}"
+
+    def pod(self, leaf: Leaf, role: str, *authorities: Authority) -> PodTls:
+        self._count += 1
+        files = PodFiles(self.folder / f"pod-{self._count}").write(leaf, *(authorities or (OURS,)))
+        return PodTls(files.paths, role, Metrics(role))
+
+    async def channel(self, caller: PodTls | None, role: str = "verifier", address: str = "") -> grpc.aio.Channel:
+        channel = open_channel(address or self.address, LinkConfig(), caller, role)
+        return await self._stack.enter_async_context(channel)
+
+    async def raw_channel(self, leaf: Leaf | None, trusted: Authority, name: str) -> grpc.aio.Channel:
+        """As somebody would call who is none of our programs: they would not start with such certificates."""
+        pair = (None, None) if leaf is None else (leaf.key, leaf.cert)
+        credentials = grpc.ssl_channel_credentials(trusted.pem, *pair)
+        options = (("grpc.ssl_target_name_override", name),)
+        return await self._stack.enter_async_context(grpc.aio.secure_channel(self.address, credentials, options))
+
+    async def line(self, caller: PodTls) -> Line:
+        return Line(pb_grpc.DrafterServiceStub(await self.channel(caller)).Draft())
+
+
+async def health(channel: grpc.aio.Channel) -> int:
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    return int(answer.status)
+
+
+async def refusal(channel: grpc.aio.Channel, server_name: str | None = VERIFIER.server_name) -> PeerRefused | PeerLost:
+    """What a router says of a call that must fail; a stream fails alike."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health(channel)
+    assert caught.value.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE)
+    with pytest.raises(grpc.aio.AioRpcError) as of_stream:
+        await asyncio.wait_for(pb_grpc.DrafterServiceStub(channel).Draft().read(), 20)
+    assert of_stream.value.code() is caught.value.code()
+    return failure_of(caught.value, server_name)
+
+
+def staged(folder: Path, play: Callable[[Stage], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with Stage(folder) as stage:
+            await play(stage)
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_only_a_router_of_the_installation_may_call(tmp_path: Path) -> None:
+    """A drafter may not call a verifier, nor may another installation's router: both roles are named."""
+
+    async def play(stage: Stage) -> None:
+        assert await health(await stage.channel(stage.pod(OURS.issue(ROUTER), "router"))) == 1
+        strangers = {
+            DRAFTER: "saw role drafter (moot://prod/demo/drafter)",
+            VERIFIER: "saw role verifier (moot://prod/demo/verifier)",
+            Identity("prod", "second", "router"): "saw role router (moot://prod/second/router)",
+            Identity("test", "demo", "router"): "saw role router (moot://test/demo/router)",
+        }
+        for stranger, seen in strangers.items():
+            channel = await stage.raw_channel(OURS.issue(stranger), OURS, VERIFIER.server_name)
+            reason = await refusal(channel)
+            assert isinstance(reason, PeerRefused)
+            assert str(reason) == f"this verifier expects role router (moot://prod/demo/router), and {seen}"
+        nameless = await stage.raw_channel(OURS.issue(ROUTER, uris=("spiffe://x/router",)), OURS, VERIFIER.server_name)
+        assert "saw a certificate with no URI moot://NAMESPACE/RELEASE/ROLE" in str(await refusal(nameless))
+
+    staged(tmp_path, play)
+
+
+def test_a_server_must_be_of_the_role_that_is_called(tmp_path: Path) -> None:
+    """A drafter's certificate is not taken for a verifier's, nor another installation's, nor another authority's."""
+
+    async def play(stage: Stage) -> None:
+        router = stage.pod(OURS.issue(ROUTER), "router")
+        reason = await refusal(await stage.channel(router, "drafter"), DRAFTER.server_name)
+        assert isinstance(reason, PeerRefused)
+        assert str(reason) == "its certificate is not that of drafter.demo.prod.moot.internal"
+        second = stage.pod(OURS.issue(Identity("prod", "second", "router")), "router")
+        other = Identity("prod", "second", "verifier").server_name
+        assert str(await refusal(await stage.channel(second), other)) == f"its certificate is not that of {other}"
+        theirs = Authority("theirs")
+        believer = stage.pod(theirs.issue(ROUTER), "router", theirs)
+        assert str(await refusal(await stage.channel(believer))).startswith(
+            "its certificate is not trusted: unable to get"
+        )
+        plain = await stage.serve(None)
+        reason = await refusal(await stage.channel(router, address=plain))
+        assert isinstance(reason, PeerRefused)
+        assert str(reason) == "it does not speak TLS, which this side does"
+
+    staged(tmp_path, play)
+
+
+def test_a_client_without_a_good_certificate_gets_no_connection(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """None, another authority's, an ended one, plain text. The reason stands in the server's log: TLS tells the client
+    nothing, which is what the router's sentence says."""
+
+    async def play(stage: Stage) -> None:
+        strangers = {
+            "PEER_DID_NOT_RETURN_A_CERTIFICATE": None,
+            "CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate": Authority("x").issue(ROUTER),
+            "CERTIFICATE_VERIFY_FAILED: certificate has expired": OURS.issue(ROUTER, starts=-3, ends=-1),
+        }
+        for said, leaf in strangers.items():
+            capfd.readouterr()
+            reason = await refusal(await stage.raw_channel(leaf, OURS, VERIFIER.server_name))
+            assert isinstance(reason, PeerLost)
+            assert "it may refuse this side's certificate: its log says why" in str(reason)
+            assert said in capfd.readouterr().err
+        reason = await refusal(await stage.channel(None), None)
+        assert isinstance(reason, PeerLost)
+        assert str(reason) == "it closed the connection before it answered; it may want TLS"
+        assert await health(await stage.channel(stage.pod(OURS.issue(ROUTER), "router"))) == 1
+
+    staged(tmp_path, play)
+
+
+def test_an_ended_certificate_of_a_server_is_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It was good when the server started, and nobody renewed it: both sides say so. Streams go on."""
+
+    async def play(stage: Stage) -> None:
+        router = stage.pod(OURS.issue(ROUTER), "router")
+        line = await stage.line(router)
+        await line.ask()
+        stage.files.write(OURS.issue(VERIFIER, starts=-3, ends=-1), OURS)
+        then = datetime.now(UTC) - timedelta(days=2)
+        stage.tls.certificates = check(read_pems(*stage.files.paths), "verifier", then)
+        reason = await refusal(await stage.channel(router))
+        assert isinstance(reason, PeerRefused)
+        assert str(reason) == "its certificate is not trusted: certificate has expired"
+        await line.ask()
+        for _ in range(2):
+            assert not stage.tls.refresh()
+        assert [one.message for one in caplog.records].count("the certificates in use have ended") == 1
+
+    staged(tmp_path, play)
+
+
+def test_streams_outlive_certificates_and_new_connections_have_the_new_ones(tmp_path: Path) -> None:
+    """Both sides' files change under a stream: it goes on; the next connection shows both new certificates."""
+
+    async def play(stage: Stage) -> None:
+        first, second = OURS.issue(ROUTER), OURS.issue(ROUTER)
+        files = PodFiles(tmp_path / "router").write(first, OURS)
+        router = PodTls(files.paths, "router", Metrics("router"))
+        line = await stage.line(router)
+        assert await line.ask() == first.serial_number & 0xFFFFFFFF
+        files.write(second, OURS)
+        assert router.refresh()
+        served = OURS.issue(VERIFIER)
+        stage.files.write(served, OURS)
+        # The server looks by itself.
+        for _ in range(200):
+            if stage.tls.certificates.serial_number == served.serial_number:
+                break
+            await asyncio.sleep(0.1)
+        assert stage.tls.certificates.serial_number == served.serial_number
+        assert await line.ask() == first.serial_number & 0xFFFFFFFF
+        assert await (await stage.line(router)).ask() == second.serial_number & 0xFFFFFFFF
+        assert await asyncio.to_thread(serial_shown_by, stage.address, files) == served.serial_number
+        assert await line.ask() == first.serial_number & 0xFFFFFFFF
+
+    staged(tmp_path, play)
+
+
+def test_authorities_change_over_a_bundle_of_both(tmp_path: Path) -> None:
+    """Old, both, both with new leaves, new: whoever is at the same stage or one from it can connect, streams go on."""
+
+    async def play(stage: Stage) -> None:
+        new = Authority("new")
+        files = PodFiles(tmp_path / "router").write(OURS.issue(ROUTER), OURS)
+        router = PodTls(files.paths, "router", Metrics("router"))
+        line = await stage.line(router)
+        stages = (((OURS, new), OURS), ((OURS, new), new), ((new,), new))
+        for trusted, signer in stages:
+            stage.files.write(signer.issue(VERIFIER), *trusted)
+            stage.tls.refresh()
+            await (await stage.line(router)).ask()
+            files.write(signer.issue(ROUTER), *trusted)
+            router.refresh()
+            await (await stage.line(router)).ask()
+            await line.ask()
+        late = await stage.raw_channel(OURS.issue(ROUTER), new, VERIFIER.server_name)
+        assert "it may refuse this side's certificate" in str(await refusal(late))
+
+    staged(tmp_path, play)
+
+
+def serial_shown_by(address: str, files: PodFiles) -> int:
+    """Of the certificate that a server shows to somebody who comes with these files."""
+    cert, key, ca = files.paths
+    context = ssl.create_default_context(cafile=str(ca))
+    context.load_cert_chain(cert, key)
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=20) as raw,
+        context.wrap_socket(raw, server_hostname=VERIFIER.server_name) as secure,
+    ):
+        der = secure.getpeercert(binary_form=True)
+    assert der is not None
+    return x509.load_der_x509_certificate(der).serial_number
