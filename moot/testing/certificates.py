@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -117,6 +119,22 @@ class Authority:
             .not_valid_before(now + timedelta(days=starts))
             .not_valid_after(now + timedelta(days=ends))
         )
+
+
+def shown_serial_number(address: str, server: Identity, caller: PodFiles) -> int:
+    """Of the certificate that the server at host:port shows to a caller with these files. Raises OSError."""
+    cert, key, ca = caller.paths
+    context = ssl.create_default_context(cafile=str(ca))
+    context.load_cert_chain(cert, key)
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=20) as raw,
+        context.wrap_socket(raw, server_hostname=server.server_name) as secure,
+    ):
+        der = secure.getpeercert(binary_form=True)
+    if der is None:
+        raise OSError("the server showed no certificate")
+    return x509.load_der_x509_certificate(der).serial_number
 
 
 def _name(text: str) -> x509.Name:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from moot.rpc.link import LinkConfig, open_channel
 from moot.rpc.reasons import failure_of
 from moot.rpc.server import GrpcServer
 from moot.rpc.tls import PodTls
-from moot.testing.certificates import Authority, Leaf, PodFiles
+from moot.testing.certificates import Authority, Leaf, PodFiles, shown_serial_number
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc as pb_grpc
 
@@ -241,7 +239,7 @@ def test_streams_outlive_certificates_and_new_connections_have_the_new_ones(tmp_
         assert stage.tls.certificates.serial_number == served.serial_number
         assert await line.ask() == first.serial_number & 0xFFFFFFFF
         assert await (await stage.line(router)).ask() == second.serial_number & 0xFFFFFFFF
-        assert await asyncio.to_thread(serial_shown_by, stage.address, files) == served.serial_number
+        assert await asyncio.to_thread(shown_serial_number, stage.address, VERIFIER, files) == served.serial_number
         assert await line.ask() == first.serial_number & 0xFFFFFFFF
 
     staged(tmp_path, play)
@@ -268,18 +266,3 @@ def test_authorities_change_over_a_bundle_of_both(tmp_path: Path) -> None:
         assert "it may refuse this side's certificate" in str(await refusal(late))
 
     staged(tmp_path, play)
-
-
-def serial_shown_by(address: str, files: PodFiles) -> int:
-    """Of the certificate that a server shows to somebody who comes with these files."""
-    cert, key, ca = files.paths
-    context = ssl.create_default_context(cafile=str(ca))
-    context.load_cert_chain(cert, key)
-    host, _, port = address.rpartition(":")
-    with (
-        socket.create_connection((host, int(port)), timeout=20) as raw,
-        context.wrap_socket(raw, server_hostname=VERIFIER.server_name) as secure,
-    ):
-        der = secure.getpeercert(binary_form=True)
-    assert der is not None
-    return x509.load_der_x509_certificate(der).serial_number

@@ -1,0 +1,224 @@
+"""The whole system under mutual TLS: the same texts as in plain text, and certificates that change under ten streams."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asking import Ask, Reply, assert_same, plain
+from faulty import STEP_DELAY, body, num_proposed
+from processes import START_TIMEOUT_S, Process, at_least, eventually, spawn, wait_metric
+from whole_system import ROUTER_FLAGS, System, running
+
+from moot.model.tiny import make_tiny_model
+from moot.rpc.identity import Identity
+from moot.testing.certificates import Authority, PodFiles, shown_serial_number
+
+NUM_STREAMS = 10
+ROUTER = Identity("prod", "demo", "router")
+ROLES = ("router", "verifier", "drafter")
+PROXIED = ("verifier-0", "drafter-suffix")
+EXPIRY = "moot_certificate_expiry_timestamp_seconds"
+
+
+@dataclass
+class Secured:
+    """A system whose pods have certificates in `files`, by role, and what each body's answer is in plain text."""
+
+    system: System
+    files: dict[str, PodFiles]
+    bodies: list[dict[str, Any]]
+    expected: list[Reply]
+    authority: Authority
+    last_ends: float = 20.0
+
+    @property
+    def ends_told(self) -> list[float]:
+        return [process.metric(EXPIRY, certificate="own") for process in self.system.processes]
+
+    def issue(self, signer: Authority, *trusted: Authority) -> dict[str, int]:
+        """New certificates for all roles; returns, when every process uses its own, their serial numbers."""
+        self.last_ends += 1.0
+        before, serial_numbers = self.ends_told, {}
+        for role, files in self.files.items():
+            leaf = signer.issue(ROUTER.peer(role), ends=self.last_ends)
+            files.write(leaf, *trusted)
+            serial_numbers[role] = leaf.serial_number
+        eventually(
+            lambda: all(now > then for now, then in zip(self.ends_told, before, strict=True)),
+            "every process tells when its new certificate ends",
+            30,
+        )
+        return serial_numbers
+
+    def shown_by(self, process: Process) -> int:
+        """Serial number of the certificate that the process has for a new connection."""
+        return shown_serial_number(process.address, ROUTER.peer(process.role), self.files["router"])
+
+    def reconnect(self) -> None:
+        """Every connection is cut; the router makes new ones."""
+        count = len(self.system.router.log.splitlines())
+        for proxy in self.system.proxies.values():
+            proxy.reset()
+        eventually(lambda: self._states(count).count("ready") >= len(PROXIED), "every peer is ready again", 30)
+        self.system.wait_for_peers()
+
+    def _states(self, since: int) -> list[str]:
+        lines = self.system.router.log.splitlines()[since:]
+        return ["ready" for line in lines if '"message": "peer"' in line and '"state": "ready"' in line]
+
+    def ask(self, index: int) -> Reply:
+        reply = Ask(self.system.router.port, self.bodies[index]).result()
+        assert_same(reply, self.expected[index])
+        return reply
+
+    @contextmanager
+    def streams(self) -> Iterator[None]:
+        """Ten streams at every moment, again and again, each of them right."""
+        done = threading.Event()
+
+        def keep_asking(index: int) -> None:
+            self.ask(index)
+            while not done.is_set():
+                self.ask(index)
+
+        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+            running_streams = [pool.submit(keep_asking, index) for index in range(NUM_STREAMS)]
+            try:
+                wait_metric(self.system.router, "moot_num_requests_running", at_least(NUM_STREAMS))
+                yield
+            finally:
+                done.set()
+            for stream in running_streams:
+                stream.result(60)
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    folder = tmp_path_factory.mktemp("tls")
+    model = make_tiny_model(folder / "tiny")
+    bodies = [body(index, max_tokens=60) for index in range(NUM_STREAMS)]
+    with running(folder / "plain-logs", model) as system, ThreadPoolExecutor(NUM_STREAMS) as pool:
+        expected = list(pool.map(lambda one: plain(system.router.port, one), bodies))
+    authority = Authority()
+    files = {role: PodFiles(folder / role).write(authority.issue(ROUTER.peer(role)), authority) for role in ROLES}
+    with running(
+        folder / "logs",
+        model,
+        drafters=("suffix",),
+        proxied=PROXIED,
+        faults={"verifier-0": STEP_DELAY},
+        verifier_flags=files["verifier"].flags,
+        drafter_flags=files["drafter"].flags,
+        router_flags=(*files["router"].flags, "--asks", "all"),
+    ) as system:
+        yield Secured(system, files, bodies, expected, authority)
+
+
+def test_texts_are_those_of_plain_text(secured: Secured) -> None:
+    """Router, verifier and drafter prove who they are to each other; the drafter drafts, and no token changes."""
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        replies = list(pool.map(secured.ask, range(NUM_STREAMS)))
+    assert any(num_proposed(reply).get("suffix") for reply in replies)
+    secured.system.assert_idle()
+
+
+def test_certificates_change_under_ten_streams(secured: Secured) -> None:
+    """New certificates of the same authority: no stream notices, and the next connection has them."""
+    verifier = secured.system.verifiers[0]
+    with secured.streams():
+        serial_numbers = secured.issue(secured.authority, secured.authority)
+        assert secured.shown_by(verifier) == serial_numbers["verifier"]
+    with secured.streams():
+        secured.reconnect()
+    drafter = secured.system.drafters["suffix"]
+    assert secured.shown_by(drafter) == serial_numbers["drafter"]
+    secured.system.assert_idle()
+
+
+def test_authorities_change_under_ten_streams(secured: Secured) -> None:
+    """Over a bundle of both: no stream notices. At the end only the new one counts, and all connect by it."""
+    old, new = secured.authority, Authority("new")
+    with secured.streams():
+        secured.issue(old, old, new)
+        secured.issue(new, old, new)
+        secured.issue(new, new)
+        secured.authority = new
+    # The router's first certificates are worth nothing any more: it must come with its new one.
+    secured.reconnect()
+    secured.ask(0)
+    secured.system.assert_idle()
+
+
+def test_half_written_files_change_nothing(secured: Secured) -> None:
+    """A key that is not the certificate's is left alone, and said; connections go on as before."""
+    verifier, files = secured.system.verifiers[0], secured.files["verifier"]
+    whole = [path.read_bytes() for path in files.paths]
+    served = secured.shown_by(verifier)
+    files.paths[1].write_bytes(secured.authority.issue(ROUTER.peer("verifier")).key)
+    eventually(
+        lambda: "certificate files not taken, the former stay in use" in verifier.log, "the verifier says so", 30
+    )
+    assert "--tls-key-file: it is not the key of the certificate in --tls-cert-file" in verifier.log
+    secured.reconnect()
+    secured.ask(1)
+    assert secured.shown_by(verifier) == served
+    files.paths[1].write_bytes(whole[1])
+
+
+def test_a_router_that_is_refused_says_why(secured: Secured, tmp_path: Path) -> None:
+    """In plain text, or with another authority's certificate: never ready, and its log says what keeps it out."""
+    stranger = Authority("stranger")
+    files = PodFiles(tmp_path / "pod").write(stranger.issue(ROUTER), secured.authority, stranger)
+    expected = {
+        "plain": ((), "it closed the connection before it answered; it may want TLS"),
+        "stranger": (files.flags, "it may refuse this side's certificate: its log says why"),
+    }
+    routers = {}
+    for name, (flags, _) in expected.items():
+        every = [
+            *("--model", str(secured.system.model), "--port", "0", "--grpc-port", "0", "--metrics-port", "0"),
+            *("--verifiers", secured.system.verifiers[0].address, *ROUTER_FLAGS, *flags),
+        ]
+        child = spawn(secured.system.supervisor, f"router-{name}", "router", every, "")
+        routers[name] = Process(secured.system.supervisor, f"router-{name}", "router", tuple(every), "", child)
+    secured.system.supervisor.wait_ready([router.child for router in routers.values()], START_TIMEOUT_S)
+    for name, (_, reason) in expected.items():
+        router = routers[name]
+        eventually(lambda router=router, reason=reason: reason in router.log, f"router {name} says why", 30)
+        assert router.metric("moot_peers", role="verifier", state="ready") == 0
+        router.kill()
+    assert "Handshake failed" in secured.system.verifiers[0].log
+    secured.ask(2)
+
+
+def test_a_process_with_wrong_files_does_not_start(tmp_path: Path) -> None:
+    """One sentence that names the flag, before anything is loaded; exit status 2."""
+    ours = Authority()
+    expired = PodFiles(tmp_path / "expired").write(ours.issue(ROUTER, starts=-3, ends=-1), ours)
+    drafter = PodFiles(tmp_path / "drafter").write(ours.issue(ROUTER), ours)
+    cases = {
+        "router": (("--verifiers", "127.0.0.1:1", *expired.flags), "--tls-cert-file: the certificate with serial"),
+        "drafter": (("--kind", "suffix", *drafter.flags), "--tls-cert-file: the certificate is of a router"),
+        "verifier": (expired.flags[:4], "--tls-ca-file: the three --tls-*-file flags go together"),
+    }
+    started = {
+        role: subprocess.Popen(
+            [sys.executable, "-m", f"services.{role}", "--model", str(tmp_path / "none"), *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for role, (flags, _) in cases.items()
+    }
+    for role, process in started.items():
+        _, said = process.communicate(timeout=START_TIMEOUT_S)
+        assert process.returncode == 2, said
+        assert said.splitlines()[-1].startswith(f"error: {cases[role][1]}"), said
