@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from moot.rpc.link import LinkOptions
+from moot.rpc.tls import TlsOptions
 from services.drafter.config import DrafterConfig
 from services.router.config import RouterConfig
 from services.verifier.config import VerifierConfig
@@ -30,9 +31,9 @@ RULES = [DEPLOY / "prometheus" / name for name in ("recording.yaml", "alerts.yam
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 README_BEGIN, README_END = "<!-- values: begin (tools/chart_values.py) -->", "<!-- values: end -->"
 
-LINK = frozenset(field.name for field in dataclasses.fields(LinkOptions))
+TLS = frozenset(field.name for field in dataclasses.fields(TlsOptions))
+LINK = frozenset(field.name for field in dataclasses.fields(LinkOptions)) - TLS
 """Both ends must agree: they stand in `link`, once."""
-TLS = frozenset(("tls_cert_file", "tls_key_file", "tls_ca_file"))
 PORTS = frozenset(("host", "port", "metrics_port", "ready_file"))
 ROLES: dict[str, tuple[type, frozenset[str]]] = {
     "router": (

@@ -232,9 +232,17 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         with_role("router", extraVolumeMounts=[{"name": "x", "mountPath": "/tmp"}]),
         "router.extraVolumeMounts: /tmp is mounted by the chart",
     ),
-    "TLS that programs do not speak yet": (
+    "TLS without certificates": (
         {**MINIMAL, "tls": {"enabled": True}},
-        "tls.enabled: the router of this version has no option tls_cert_file",
+        "tls.existingSecrets.router: name a Secret, or let tls.certManager make it",
+    ),
+    "TLS without the drafters' certificate": (
+        {**with_pool(kind="suffix"), "tls": {"enabled": True, "existingSecrets": {"router": "r", "verifier": "v"}}},
+        "tls.existingSecrets.drafter: name a Secret",
+    ),
+    "certificates of nobody": (
+        {**MINIMAL, "tls": {"enabled": True, "certManager": {"enabled": True}}},
+        "tls.certManager.issuerRef.name: name the issuer",
     ),
     # What the schema says: helm names the key.
     "a misspelt key": ({**MINIMAL, "verifer": {}}, "verifer"),

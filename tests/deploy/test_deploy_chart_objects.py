@@ -52,7 +52,8 @@ def test_pods_are_restricted(scenario: str) -> None:
             assert not any("hostPort" in port for port in container.get("ports", [])), name
         for volume in spec.get("volumes", []):
             (kind,) = set(volume) - {"name"}
-            assert kind in ("configMap", "secret", "emptyDir", "persistentVolumeClaim"), f"{name}: {kind}"
+            kinds = {kind} if kind != "projected" else {key for one in volume[kind]["sources"] for key in one}
+            assert kinds <= {"configMap", "secret", "emptyDir", "persistentVolumeClaim"}, f"{name}: {kinds}"
 
 
 @every_scenario
@@ -103,6 +104,10 @@ def references(pod: Manifest) -> Iterator[tuple[str, str, str | None]]:
             yield "Secret", volume["secret"]["secretName"], None
         elif "persistentVolumeClaim" in volume:
             yield "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"], None
+        for source in volume.get("projected", {}).get("sources", []):
+            for kind, field in (("ConfigMap", "configMap"), ("Secret", "secret")):
+                if field in source:
+                    yield kind, source[field]["name"], None
     for container in containers(pod):
         for variable in container.get("env", []):
             source = variable.get("valueFrom", {})
@@ -117,13 +122,14 @@ def test_what_pods_refer_to_exists(scenario: str) -> None:
     """Every ConfigMap, claim, account and volume named is rendered too, or is the operator's by the values' words."""
     manifests = rendered(scenario)
     given = yaml.safe_load(scenario_file(scenario).read_text())
-    claims = {(given["model"].get("storage") or {}).get("existingClaim")}
+    brought = {(given["model"].get("storage") or {}).get("existingClaim"), given.get("tls", {}).get("caConfigMap")}
+    issued = {certificate["spec"]["secretName"] for certificate in of_kind(manifests, "Certificate")}
     for name, pod in pod_templates(manifests):
         spec = pod["spec"]
         for kind, wanted, _ in references(pod):
             if kind == "Secret":
-                assert GIVEN.match(wanted), f"{name}: {wanted}"
-            elif kind == "ConfigMap" or wanted not in claims:
+                assert wanted in issued or GIVEN.match(wanted), f"{name}: {wanted}"
+            elif wanted not in brought:
                 one(manifests, kind, wanted)
         if component(pod) != "test":
             one(manifests, "ServiceAccount", spec["serviceAccountName"])

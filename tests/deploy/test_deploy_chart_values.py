@@ -15,10 +15,10 @@ from charts import (
     CHART,
     HELMS,
     MINIMAL,
+    NAMESPACE,
+    RELEASE,
     ROOT,
     SCENARIOS,
-    chart_copy,
-    containers,
     helm,
     of_kind,
     one,
@@ -31,6 +31,7 @@ from charts import (
 from moot.config import load_config
 from moot.proposers.options import parse_options
 from moot.proposers.registry import MODEL_FREE_KINDS, load_kind
+from moot.rpc.identity import ROLES, Identity, identity_of
 from moot.rpc.link import LinkOptions
 from services.drafter.config import DrafterConfig
 from services.router.config import RouterConfig
@@ -171,35 +172,58 @@ def test_models_of_a_hub_and_of_a_volume_are_where_programs_look(tmp_path: Path)
                 assert ("without-weights" in arguments) != needs_weights, name
 
 
-def test_certificates_are_mounted_once_the_services_take_them(tmp_path: Path) -> None:
-    """`tls.enabled` waits for the programs: once they have the options, each role finds its own Secret."""
-    chart = chart_copy(tmp_path)
-    options = json.loads((chart / "files" / "options.json").read_text())
-    for known in options.values():
-        known += ["tls_cert_file", "tls_key_file", "tls_ca_file"]
-    (chart / "files" / "options.json").write_text(json.dumps(options))
-    drafters = {"suffix": {"kind": "suffix"}}
-    by_hand = {"existingSecrets": {"router": "r-tls", "verifier": "v-tls", "drafter": "d-tls"}}
-    made = {"certManager": {"enabled": True, "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}}
-    for tls, expected in (
-        (by_hand, {"router": "r-tls", "verifier": "v-tls", "drafter-suffix": "d-tls"}),
-        (made, {c: f"demo-moot-{c.partition('-')[0]}-tls" for c in ("router", "verifier", "drafter-suffix")}),
-    ):
-        manifests = render({**MINIMAL, "drafters": drafters, "tls": {"enabled": True, **tls}}, chart=chart)
-        mounted = {}
-        for _, pod in pod_templates(manifests):
-            for volume in pod["spec"]["volumes"]:
-                if volume["name"] == "tls":
-                    mounted[pod["metadata"]["labels"]["app.kubernetes.io/component"]] = volume["secret"]["secretName"]
-                    assert any(
-                        mount["name"] == "tls" and mount["mountPath"] == "/etc/moot/tls"
-                        for container in containers(pod)
-                        for mount in container["volumeMounts"]
-                    )
-        assert mounted == expected
-        certificates = of_kind(manifests, "Certificate")
-        assert len(certificates) == (3 if tls is made else 0)
-        assert {one["spec"]["secretName"] for one in certificates} <= set(expected.values())
+BY_HAND = {"existingSecrets": {"router": "r-tls", "verifier": "v-tls", "drafter": "d-tls"}}
+MADE = {"certManager": {"enabled": True, "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}}
+
+
+@pytest.mark.parametrize("tls", [BY_HAND, MADE], ids=["by hand", "made"])
+@pytest.mark.parametrize("bundle", ["", "authorities"], ids=["own", "bundle"])
+def test_each_role_finds_its_certificate_where_its_options_say(
+    tmp_path: Path, tls: dict[str, Any], bundle: str
+) -> None:
+    """Each role's own Secret, whole, so that changes reach the files; the programs are told those files."""
+    by_role = BY_HAND["existingSecrets"] if tls is BY_HAND else {r: f"demo-moot-{r}-tls" for r in ROLES}
+    values = {**MINIMAL, "drafters": {"suffix": {"kind": "suffix"}}}
+    manifests = render({**values, "tls": {"enabled": True, "caConfigMap": bundle, **tls}})
+    seen = set()
+    for name, pod in pod_templates(manifests):
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        if (role := component.partition("-")[0]) not in by_role:
+            continue
+        seen.add(role)
+        (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "tls"]
+        if bundle:
+            secret, authorities = volume["projected"]["sources"]
+            assert authorities["configMap"] == {"name": bundle, "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+            assert secret["secret"]["name"] == by_role[role]
+            assert [item["key"] for item in secret["secret"]["items"]] == ["tls.crt", "tls.key"]
+        else:
+            assert volume["secret"] == {"secretName": by_role[role]}
+        (container,) = pod["spec"]["containers"]
+        (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "tls"]
+        assert "subPath" not in mount, "the kubelet does not update a subPath"
+        config = loaded(tmp_path, role, one(manifests, "ConfigMap", name)["data"]["config.yaml"], [])
+        assert config.tls_files == tuple(Path(mount["mountPath"]) / key for key in ("tls.crt", "tls.key", "ca.crt"))
+    assert seen == set(by_role)
+    for service in of_kind(manifests, "Service"):
+        for port in service["spec"]["ports"]:
+            if port["port"] in (7100, 7200):
+                assert port["appProtocol"] == "https"
+
+
+def test_certificates_say_what_the_programs_read() -> None:
+    """The URI and the name of moot/rpc/identity.py, for the roles that there are pods of."""
+    for drafters, roles in (({}, {"router", "verifier"}), ({"suffix": {"kind": "suffix"}}, set(ROLES))):
+        manifests = render({**MINIMAL, "drafters": drafters, "tls": {"enabled": True, **MADE}})
+        specs = [certificate["spec"] for certificate in of_kind(manifests, "Certificate")]
+        identities = [identity_of(spec["uris"]) for spec in specs]
+        assert {identity.role for identity in identities} == roles
+        for identity, spec in zip(identities, specs, strict=True):
+            assert identity == Identity(NAMESPACE, RELEASE, identity.role)
+            assert spec["dnsNames"] == [identity.server_name]
+            assert spec["secretName"] == f"demo-moot-{identity.role}-tls"
+            assert set(spec["usages"]) >= {"server auth", "client auth"}
+            assert "commonName" not in spec, "64 characters at most, which names may pass"
 
 
 def test_a_pool_takes_what_it_does_not_say_from_the_defaults() -> None:

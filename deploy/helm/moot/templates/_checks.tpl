@@ -194,11 +194,9 @@
 {{- end -}}
 
 {{- define "moot.checkTls" -}}
-{{- $root := . -}}
 {{- $tls := .Values.tls -}}
 {{- if $tls.enabled -}}
-{{- range $program := list "router" "verifier" "drafter" -}}
-{{- include "moot.needs" (dict "root" $root "program" $program "option" "tls_cert_file" "key" "tls.enabled") -}}
+{{- range $program := include "moot.tlsRoles" . | splitList "," -}}
 {{- if and (not $tls.certManager.enabled) (not (index $tls.existingSecrets $program)) -}}
 {{- fail (printf "tls.existingSecrets.%s: name a Secret, or let tls.certManager make it" $program) -}}
 {{- end -}}

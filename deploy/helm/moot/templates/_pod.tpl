@@ -131,8 +131,19 @@ lifecycle:
 {{- end }}
 {{- if .root.Values.tls.enabled }}
 - name: tls
+  {{- if .root.Values.tls.caConfigMap }}
+  projected:
+    sources:
+      - secret:
+          name: {{ include "moot.tlsSecret" . }}
+          items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]
+      - configMap:
+          name: {{ .root.Values.tls.caConfigMap }}
+          items: [{key: ca.crt, path: ca.crt}]
+  {{- else }}
   secret:
     secretName: {{ include "moot.tlsSecret" . }}
+  {{- end }}
 {{- end }}
 {{- with .role.extraVolumes }}
 {{ toYaml . }}
@@ -152,6 +163,18 @@ lifecycle:
 {{- with .role.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* The roles that this release has pods of, separated by commas. */}}
+{{- define "moot.tlsRoles" -}}
+router
+{{- if .Values.verifier.enabled }},verifier{{ end }}
+{{- if .Values.drafters }},drafter{{ end }}
+{{- end -}}
+
+{{/* What the ports between pods speak, for meshes and load balancers. */}}
+{{- define "moot.peerProtocol" -}}
+{{ ternary "https" "kubernetes.io/h2c" .Values.tls.enabled }}
 {{- end -}}
 
 {{/* Takes root, tlsRole (router, verifier or drafter). */}}
