@@ -178,9 +178,7 @@ MADE = {"certManager": {"enabled": True, "issuerRef": {"name": "ca", "kind": "Cl
 
 @pytest.mark.parametrize("tls", [BY_HAND, MADE], ids=["by hand", "made"])
 @pytest.mark.parametrize("bundle", ["", "authorities"], ids=["own", "bundle"])
-def test_each_role_finds_its_certificate_where_its_options_say(
-    tmp_path: Path, tls: dict[str, Any], bundle: str
-) -> None:
+def test_each_role_finds_its_certificate_where_it_looks(tmp_path: Path, tls: dict[str, Any], bundle: str) -> None:
     """Each role's own Secret, whole, so that changes reach the files; the programs are told those files."""
     by_role = BY_HAND["existingSecrets"] if tls is BY_HAND else {r: f"demo-moot-{r}-tls" for r in ROLES}
     values = {**MINIMAL, "drafters": {"suffix": {"kind": "suffix"}}}
@@ -202,7 +200,8 @@ def test_each_role_finds_its_certificate_where_its_options_say(
         (container,) = pod["spec"]["containers"]
         (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "tls"]
         assert "subPath" not in mount, "the kubelet does not update a subPath"
-        config = loaded(tmp_path, role, one(manifests, "ConfigMap", name)["data"]["config.yaml"], [])
+        text = one(manifests, "ConfigMap", name.rpartition("/")[2])["data"]["config.yaml"]
+        config = loaded(tmp_path, role, text, [])
         assert config.tls_files == tuple(Path(mount["mountPath"]) / key for key in ("tls.crt", "tls.key", "ca.crt"))
     assert seen == set(by_role)
     for service in of_kind(manifests, "Service"):
