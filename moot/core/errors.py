@@ -13,7 +13,7 @@ MootError
 ├── DeadlineExceeded           a wait reached its bound                           504 DEADLINE_EXCEEDED
 ├── PeerError                  about another pod                                  503 UNAVAILABLE
 │   ├── PeerLost               stream broken, heartbeats missed or unprogressing
-│   ├── PeerRefused            other tokenizer or model than asked; never used
+│   ├── PeerRefused            another tokenizer, model or certificate than asked; never used
 │   └── PeerForbidden          its certificate says another role or installation  PERMISSION_DENIED
 ├── SessionError               one session, others go on
 │   ├── UnknownSession         open it again

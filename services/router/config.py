@@ -133,7 +133,8 @@ class RouterConfig(LinkOptions):
     )
     backoff_max_s: float = option(_LINK_POLICY.backoff_max_s, help="seconds until then at most")
     refused_retry_s: float = option(
-        _LINK_POLICY.refused_retry_s, help="seconds until a peer with another tokenizer or model is asked again"
+        _LINK_POLICY.refused_retry_s,
+        help="seconds until a peer with another tokenizer, model or certificate is asked again",
     )
     max_queued_commands: int = option(
         _LINK_POLICY.max_queued_commands, help="commands to one peer not yet sent; past it the stream is ended"

@@ -4,7 +4,7 @@
         ▲            │  └──► draining            the peer goes away: nothing new is opened there
         │            ▼
        lost ◄── any of them                      backoff with jitter, then connecting
-     refused                                     another tokenizer or model: asked again, ever more rarely
+     refused                                     another tokenizer, model or certificate: asked again, more rarely
 
 What is specific to drafters and verifiers (messages, sessions) is in the subclasses.
 """
@@ -192,7 +192,7 @@ class PeerLink(ABC, Generic[CommandT]):
                     self._set_state(PeerState.REFUSED)
                     pause = self._policy.refused_retry_s
                 except (*STREAM_ERRORS, OSError, TimeoutError, PeerLost) as error:
-                    self._note_failure(str(error) if isinstance(error, PeerLost) else type(error).__name__)
+                    _log.debug("peer lost", extra={"address": self.address, "reason": type(error).__name__})
                 except Exception:  # noqa: BLE001 - one bad answer must not end the only task that would reconnect
                     _log.exception("peer lost", extra={"address": self.address})
                 if self.state is not PeerState.REFUSED:
@@ -213,13 +213,12 @@ class PeerLink(ABC, Generic[CommandT]):
             await self._describe(channel)
         except grpc.aio.AioRpcError as error:
             tls = self._policy.tls
-            raise failure_of(error, None if tls is None else tls.identity.peer(self.role).server_name) from error
-
-    def _note_failure(self, reason: str) -> None:
-        """A peer that is not there fails several times a second: said once."""
-        if reason != self._failure:
-            self._failure = reason
-            _log.warning("peer not reached", extra={"role": self.role, "address": self.address, "reason": reason})
+            failure = failure_of(error, None if tls is None else tls.identity.peer(self.role).server_name)
+            # A peer that is not there fails several times a second: said once.
+            if isinstance(failure, PeerLost) and (reason := str(failure)) != self._failure:
+                self._failure = reason
+                _log.info("peer not reached", extra={"role": self.role, "address": self.address, "reason": reason})
+            raise failure from error
 
     async def _run_stream(self, channel: grpc.aio.Channel) -> None:
         queue: FrameQueue[_Queued[CommandT]] = FrameQueue(
