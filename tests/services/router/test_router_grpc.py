@@ -220,8 +220,8 @@ def test_every_error_is_of_one_class_on_both_fronts() -> None:
     """A caller that retries by status does the same on HTTP and on gRPC, after the same time."""
     classes = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.MootError)]
     assert len(classes) > 20
-    # A session is between pods: no caller ever has one.
-    for cls in set(classes) - {errors.SessionError, errors.UnknownSession}:
+    # Sessions and certificates are between pods: no caller ever has one.
+    for cls in set(classes) - {errors.SessionError, errors.UnknownSession, errors.PeerForbidden}:
         error = (
             cls("x", 2.5) if issubclass(cls, errors.NoCapacity | errors.RateLimited | errors.LeaseHeld) else cls("x")
         )
