@@ -28,7 +28,7 @@ def failure_of(error: grpc.aio.AioRpcError, server_name: str | None) -> PeerRefu
         return PeerRefused(f"its certificate is not trusted: {match[1]}")
     if _NO_TLS in details:
         return PeerRefused("it does not speak TLS, which this side does")
-    if details.startswith(_NEVER_CONNECTED) and details.endswith("Socket closed"):
+    if details.startswith(_NEVER_CONNECTED) and "Socket closed" in details:
         guess = "may want TLS" if server_name is None else "may refuse this side's certificate: its log says why"
         return PeerLost(f"it closed the connection before it answered; it {guess}")
     return PeerLost(f"{error.code().name}: {details}")

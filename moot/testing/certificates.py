@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -90,9 +91,10 @@ class Authority:
         uris: tuple[str, ...] | None = None,
         dns_names: tuple[str, ...] | None = None,
         uses: tuple[x509.ObjectIdentifier, ...] = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH),
+        key: CertificateIssuerPrivateKeyTypes | None = None,
     ) -> Leaf:
-        """A new key and its certificate. `uris`, `dns_names`: in place of what the identity says."""
-        key = ec.generate_private_key(ec.SECP256R1())
+        """A certificate for `key`, or for a new one. `uris`, `dns_names`: in place of what the identity says."""
+        key = key or ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [
             *(x509.UniformResourceIdentifier(uri) for uri in (uris if uris is not None else (identity.uri,))),
             *(x509.DNSName(name) for name in (dns_names if dns_names is not None else (identity.server_name,))),
@@ -107,7 +109,7 @@ class Authority:
         return Leaf(cert.public_bytes(Encoding.PEM), pem, cert.serial_number)
 
     def _builder(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, starts: float, ends: float
+        self, subject: x509.Name, key: CertificateIssuerPrivateKeyTypes, starts: float, ends: float
     ) -> x509.CertificateBuilder:
         now = datetime.now(UTC)
         return (

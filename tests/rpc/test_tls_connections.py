@@ -14,6 +14,8 @@ import grpc
 import grpc.aio
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moot.core.errors import PeerLost, PeerRefused
@@ -214,6 +216,21 @@ def test_an_ended_certificate_of_a_server_is_refused_by_name(tmp_path: Path, cap
         for _ in range(2):
             assert not stage.tls.refresh()
         assert [one.message for one in caplog.records].count("the certificates in use have ended") == 1
+
+    staged(tmp_path, play)
+
+
+@pytest.mark.parametrize("kind", ["P-384", "RSA"])
+def test_other_keys_than_p256_are_spoken_as_well(tmp_path: Path, kind: str) -> None:
+    """What is not refused at the start works: of the kinds that authorities issue, these and P-256 do."""
+
+    def key() -> CertificateIssuerPrivateKeyTypes:
+        return ec.generate_private_key(ec.SECP384R1()) if kind == "P-384" else rsa.generate_private_key(65537, 2048)
+
+    async def play(stage: Stage) -> None:
+        stage.files.write(OURS.issue(VERIFIER, key=key()), OURS)
+        assert stage.tls.refresh()
+        assert await health(await stage.channel(stage.pod(OURS.issue(ROUTER, key=key()), "router"))) == 1
 
     staged(tmp_path, play)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -63,6 +64,14 @@ BAD: dict[str, tuple[Callable[[], Leaf], str]] = {
         "--tls-key-file: the key is encrypted; it must be readable without a password",
     ),
     "no key": (lambda: spoilt(key=b"what is this"), "--tls-key-file: it holds no private key in PEM form"),
+    "Ed25519": (
+        lambda: OURS.issue(VERIFIER, key=ed25519.Ed25519PrivateKey.generate()),
+        "--tls-key-file: gRPC takes keys for ECDSA on P-256 or P-384, or RSA, and this is another kind",
+    ),
+    "P-521": (
+        lambda: OURS.issue(VERIFIER, key=ec.generate_private_key(ec.SECP521R1())),
+        "--tls-key-file: gRPC takes keys for ECDSA on P-256 or P-384, or RSA, and this is another kind",
+    ),
     "no certificate": (lambda: spoilt(cert=b"nor this"), "--tls-cert-file: it holds no certificate in PEM form"),
     "no role": (lambda: OURS.issue(VERIFIER, uris=()), "--tls-cert-file: .* hold no URI moot://NAMESPACE/RELEASE/ROLE"),
     "no names at all": (lambda: OURS.issue(VERIFIER, uris=(), dns_names=()), "--tls-cert-file: .* hold no URI moot://"),
