@@ -39,6 +39,7 @@ from services.router.verifier_pool import VerifierPool
 _log = logging.getLogger("moot.router")
 
 SERVICE = "moot.v1.RouterService"
+"""For callers, who show API keys: it has no part in TLS between pods."""
 
 
 class Peers:
@@ -234,7 +235,6 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
         alive=watch.alive,
         tracing=tracing,
     )
-    # RouterService is for callers, who show API keys: no certificates of pods here.
     server = GrpcServer(config.link, (SERVICE,), config.reuse_port)
     router_service_pb2_grpc.add_RouterServiceServicer_to_server(RouterServicer(app.state.front, keys), server.server)
     admin = AdminServer(

@@ -88,7 +88,6 @@ class PeerLink(ABC, Generic[CommandT]):
         self.address = address
         self.state = PeerState.CONNECTING
         self.refusal: str | None = None
-        self._failure: str | None = None
         self._has_left = False
         self._policy = policy
         self._on_state = on_state
@@ -96,6 +95,7 @@ class PeerLink(ABC, Generic[CommandT]):
         self._queue: FrameQueue[_Queued[CommandT]] | None = None
         self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._failure: str | None = None
         self._stopped = False
 
     def start(self) -> None:
