@@ -17,6 +17,13 @@ def choose_runner(loaded: LoadedModel, kv_capacity_tokens: int, deterministic: b
 
     Raises ConfigError where deterministic mode is asked for and does not hold.
     """
+    runner = _choose(loaded, kv_capacity_tokens, deterministic)
+    facts = {"model": loaded.info.model, "device": str(runner.device), "dtype": str(runner.dtype)}
+    _log.info("model is ready to compute", extra={**facts, "computed_by": runner.way})
+    return runner
+
+
+def _choose(loaded: LoadedModel, kv_capacity_tokens: int, deterministic: bool) -> ModelRunner:
     if loaded.kv_shape.device.type == "cuda":
         try:
             return GpuRunner(loaded, kv_capacity_tokens, deterministic)

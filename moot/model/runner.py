@@ -42,8 +42,7 @@ class ModelRunner:
         self._states = States(loaded)
         natural = NATURAL if loaded.decoder is None else loaded.decoder.natural_rules
         self.rules: RowRules = selfcheck.find_rules(loaded) if deterministic else natural
-        way = "modules" if loaded.decoder is None else loaded.decoder.way
-        self.numerics_fingerprint = numerics_fingerprint(self.dtype, self.device, self.rules, way)
+        self.numerics_fingerprint = numerics_fingerprint(self.dtype, self.device, self.rules, self.way)
         if deterministic:
             selfcheck.check_passes(self)
 
@@ -86,6 +85,11 @@ class ModelRunner:
                 )
         self._states.keep(logit_rows)
         return list(logits.split([len(item.logit_rows) for item in inputs]))
+
+    @property
+    def way(self) -> str:
+        """Which code computes a pass."""
+        return "modules" if self.loaded.decoder is None else self.loaded.decoder.way
 
     @property
     def can_skip_layers(self) -> bool:

@@ -84,7 +84,17 @@ def test_dockerfiles_pass_hadolint(service: str) -> None:
 
 
 def test_images_have_the_torch_that_was_checked() -> None:
-    """The version in the Dockerfiles is the Makefile's, inside what pyproject.toml allows."""
+    """The version that images are built with is the Makefile's, inside what pyproject.toml allows."""
     (wanted,) = re.findall(r"^TORCH := torch==(.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for service in ("verifier", "drafter"):
-        assert f"ARG TORCH_VERSION={wanted}\n" in (ROOT / "services" / service / "Dockerfile").read_text()
+    assert f"${{TORCH_VERSION:-{wanted}}}" in (ROOT / "deploy" / "docker" / "install.sh").read_text()
+
+
+def test_build_stages_are_alike() -> None:
+    """What images are built by is written once: the Dockerfiles differ in extras and torch alone."""
+    stages = set()
+    for service in ("router", "verifier", "drafter"):
+        text = (ROOT / "services" / service / "Dockerfile").read_text()
+        stage = text.partition("AS build\n")[2].partition("\nFROM")[0]
+        stage = re.sub(r"(?<=install.sh requirements ).*", "EXTRAS", stage)
+        stages.add(stage.replace("ARG TORCH=cuda TORCH_VERSION TORCH_CPU_INDEX\n", ""))
+    assert len(stages) == 1

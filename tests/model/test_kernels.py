@@ -237,3 +237,25 @@ def test_kernels_are_compiled_once(tmp_path: Path, kernels: Kernels, monkeypatch
     other.write_text(build.SOURCE.read_text() + "\n")
     monkeypatch.setattr(build, "SOURCE", other)
     assert build.find_or_build(tmp_path) is None
+
+
+def test_another_cpu_never_loads_them(tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that lie ready, as in an image, are left alone by a CPU that lacks any one of their instructions."""
+    assert build.find_or_build(tmp_path) is not None
+    assert load_kernels(tmp_path) is not None
+    for missing in build.CPU_FLAGS:
+        monkeypatch.setattr("moot.model.native.kernels.cpu_flags", lambda one=missing: build.CPU_FLAGS - {one})
+        assert load_kernels.__wrapped__(tmp_path) is None
+
+
+def test_a_cpu_must_have_what_the_compiler_may_use() -> None:
+    """No instruction set is given to the compiler that is not looked for before loading."""
+    allowed = {flag.removeprefix("-m") for flag in build.FLAGS if flag.startswith("-m")}
+    assert allowed == {name.replace("_", "") for name in build.CPU_FLAGS}
+
+
+def test_others_may_read_what_was_compiled(tmp_path: Path, kernels: Kernels) -> None:
+    """An image runs as another user than the one who built it."""
+    built = build.find_or_build(tmp_path)
+    assert built is not None
+    assert built.stat().st_mode & 0o777 == 0o755

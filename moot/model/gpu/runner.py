@@ -121,6 +121,10 @@ class GpuRunner(ModelRunner):
         return list(logits[: sum(counts)].split(counts))
 
     @property
+    def way(self) -> str:
+        return "paged, " + ("attention by a kernel" if self.use_kernel else "attention by torch")
+
+    @property
     def can_skip_layers(self) -> bool:
         return True
 

@@ -56,6 +56,8 @@ def build(target: Path) -> Path:
     try:
         command = [os.environ.get("CC") or "gcc", *FLAGS, "-o", unfinished, str(SOURCE), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        # A temporary file is its owner's alone, and an image runs as another user than built it.
+        os.chmod(unfinished, 0o755)
         # Processes that start together each compile, and any result is as good as the other.
         os.replace(unfinished, target)
     finally:
