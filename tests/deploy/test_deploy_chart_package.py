@@ -1,4 +1,4 @@
-"""The chart as it is handed out: packed by `helm package`, installed from there as far as that goes without a cluster."""
+"""The chart as it is handed out: packed by `helm package`, and installed, dry, from there."""
 
 from __future__ import annotations
 
