@@ -143,6 +143,21 @@ def test_every_alert_has_a_runbook_a_severity_and_a_sentence() -> None:
         assert notes["description"].endswith(".")
 
 
+def test_panels_that_runbooks_name_are_there() -> None:
+    """Whoever is sent to `Fleet, *Sessions*` finds a panel of that name on that dashboard."""
+    titles = {path.stem: {panel["title"] for panel in _panels(dashboard(path))} for path in DASHBOARDS}
+    named = re.findall(
+        r"(Overview|Speculation|Fleet)[,:] ((?:\*[^*]+\*(?: by \w+)?(?:, | and )?)+)", RUNBOOKS.read_text()
+    )
+    sent = {(name.lower(), panel) for name, panels in named for panel in re.findall(r"\*([^*]+)\*", panels)}
+    assert len(sent) > 20
+    assert [(name, panel) for name, panel in sorted(sent) if panel not in titles[name]] == []
+
+
+def _panels(node: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for outer in node.get("panels", ()) for panel in (outer, *_panels(outer))]
+
+
 def _selectors(expression: Any) -> list[Any]:
     """All vector selectors in it."""
     match expression:
