@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from generated import write_or_check
+
 from moot.metrics import SERVICES, Definition, Metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
-BEGIN, END = "<!-- metrics: begin (tools/metrics_reference.py) -->", "<!-- metrics: end -->"
 
 
 def table() -> str:
@@ -27,7 +28,7 @@ def table() -> str:
             "|---|---|---|---|",
         ]
         lines += [_row(one) for one in definitions if service in one.owners]
-    return "\n".join([BEGIN, *lines, "", END])
+    return "\n".join([*lines, ""])
 
 
 def _row(one: Definition) -> str:
@@ -35,18 +36,5 @@ def _row(one: Definition) -> str:
     return f"| `{one.name}` | {one.kind} | {labels} | {one.text.replace('|', '/')} |"
 
 
-def main() -> int:
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    made = before + table() + after
-    if "--check" in sys.argv[1:]:
-        if made != page:
-            print("docs/metrics.md does not list the metrics as they are: make docs", file=sys.stderr)
-        return int(made != page)
-    PAGE.write_text(made)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, "metrics", table(), "does not list the metrics as they are"))

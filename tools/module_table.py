@@ -10,9 +10,10 @@ import ast
 import sys
 from pathlib import Path
 
+from generated import write_or_check
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- modules: begin (tools/module_table.py) -->", "<!-- modules: end -->"
 ROOTS = ("moot", "services/router", "services/verifier", "services/drafter", "bench")
 GENERATED = {"moot/v1"}
 
@@ -39,21 +40,8 @@ def table() -> str:
         for path in sorted((ROOT / folder).glob("*.py")):
             if path.stem != "__init__":
                 lines.append(f"| `{path.name}` | {first_line(path).replace('|', '/')} |")
-    return "\n".join([BEGIN, *lines, "", END])
-
-
-def main() -> int:
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    made = before + table() + after
-    if "--check" in sys.argv[1:]:
-        if made != page:
-            print("docs/architecture.md does not list the modules as they are: make docs", file=sys.stderr)
-        return int(made != page)
-    PAGE.write_text(made)
-    return 0
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, "modules", table(), "does not list the modules as they are"))

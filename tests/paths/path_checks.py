@@ -16,7 +16,7 @@ from moot.model.tiny import SPECIAL_TOKENS
 from services.router.types import GenerationMetrics, GenerationRequest
 
 if TYPE_CHECKING:
-    from path_peers import Plain
+    from path_plain import Plain
     from path_play import Outcome
 
 

@@ -2,193 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from path_drawing import FIXED_TEXTS, LOCAL, PRINTABLE, STAGES, TARGETS, TargetSpec
+from path_plain import CACHE_TOKENS, PlainTarget
+from path_served import Pod, ProtocolPod, ServedTarget
 from path_wild import Knowing, Known, Wild
 
-from moot.core.types import Draft, FinishReason, ModelInfo, SamplingParams, TokenLogprobs
-from moot.metrics import Metrics
+from moot.core.types import SamplingParams
 from moot.model.load import LoadedModel, load_model
 from moot.model.recurrent_head import HeadShape, RecurrentHead
 from moot.model.runner import ModelRunner
 from moot.model.tiny import make_tiny_model
-from moot.proposers.base import Proposer
 from moot.proposers.datastore import build
 from moot.proposers.ngram_table import NgramTable
-from moot.rpc.server import GrpcServer
-from moot.testing import Manner, ScriptedDrafter, ScriptedText
-from moot.v1 import drafter_service_pb2_grpc, verifier_service_pb2_grpc
-from moot.worker import WorkerThread
 from services.drafter.config import DrafterConfig
-from services.drafter.engine import DrafterEngine
 from services.drafter.serve import make_proposer
-from services.drafter.servicer import DrafterServicer
-from services.drafter.wire import description_to_pb
-from services.verifier.commands import Answer, Failed, Open, Verify
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
-from services.verifier.servicer import VerifierServicer
 
-CACHE_TOKENS = 64 * 512
 ROWS = 300
 """Of the embeddings: more than the tokenizer has ids."""
-_MANNERS = (Manner.WRONG, Manner.DOUBLE, Manner.STALE, Manner.UNKNOWN, Manner.BAD_CONFIDENCES, Manner.ABSTAIN)
-
-
-@dataclass(frozen=True)
-class Plain:
-    """What plain decoding gives a request, if no stop string ends it."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    logprobs: tuple[TokenLogprobs, ...]
-
-
-Asked = tuple[Sequence[int], SamplingParams]
-
-
-class PlainTarget:
-    """Plain decoding: an engine of its own, without drafters or shared prompts, that is sent empty drafts only."""
-
-    def __init__(self, loaded: LoadedModel, spec: TargetSpec) -> None:
-        config = VerifierConfig(model=spec.name, max_model_len=spec.max_model_len, prefix_cache_tokens=0)
-        self._engine = Engine(ModelRunner(loaded, CACHE_TOKENS, True), config)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="plain")
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-    async def decode(self, asked: Sequence[Asked]) -> list[Plain]:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode, asked)
-
-    def _decode(self, asked: Sequence[Asked]) -> list[Plain]:
-        inbox: list[Answer] = []
-        stream = self._engine.connect(inbox.extend)
-        opened = [Open(index, f"plain-{index}", tuple(prompt), params) for index, (prompt, params) in enumerate(asked)]
-        self._engine.submit(stream, opened)
-        answers: list[list[Any]] = [[] for _ in asked]
-        lengths = [len(prompt) for prompt, _ in asked]
-        while any(not own or own[-1].finish_reason is None for own in answers):
-            self._engine.step()
-            arrived, inbox[:] = list(inbox), []
-            for answer in arrived:
-                if isinstance(answer, Failed):
-                    raise RuntimeError(f"plain decoding failed: {answer.message}")
-                index, verification = answer.session_id, answer.verification
-                answers[index].append(verification)
-                lengths[index] += len(verification.output_token_ids)
-                if verification.finish_reason is None:
-                    command = Verify(index, len(answers[index]), lengths[index], Draft())
-                    self._engine.submit(stream, [command])
-        self._engine.disconnect(stream)
-        self._engine.step()
-        return [
-            Plain(
-                tuple(id_ for one in own for id_ in one.output_token_ids),
-                own[-1].finish_reason,
-                tuple(entry for one in own for entry in one.logprobs),
-            )
-            for own in answers
-        ]
-
-
-class ServedTarget:
-    """A verifier with the drafters inside that `spec` names, small chunks and shared prompts, on loopback."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._server = GrpcServer(engine.config.link, ())
-        verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server(
-            VerifierServicer(engine, engine.config), self._server.server
-        )
-
-    async def start(self) -> None:
-        self.engine.start()
-        await self._server.start("127.0.0.1", 0)
-
-    async def stop(self) -> None:
-        await self._server.stop(0)
-        await asyncio.to_thread(self.engine.stop)
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self._server.port}"
-
-    def left(self) -> dict[str, int]:
-        """What is held of requests, by where."""
-        engine, serving = self.engine, self.engine.serving
-        return {
-            "verifier sessions": engine.stats.num_sessions,
-            "verifier commands": engine.stats.num_queued,
-            "verifier cache tokens": engine.runner.pool.used_tokens,
-            "scheduler": serving.scheduler.num_admitted + serving.scheduler.num_waiting,
-            "gathering": len(serving.gathering),
-            "drafters inside": sum(getattr(one, "num_sessions", 0) for one in serving.inside.drafters),
-        }
-
-
-class Pod:
-    """A drafter as a service on loopback."""
-
-    def __init__(self, config: DrafterConfig, make: Callable[[DrafterConfig], tuple[Proposer[Any], ModelInfo]]) -> None:
-        self._worker = WorkerThread(config.drafter_id)
-        self._proposer, info = self._worker.submit(lambda: make(config)).result(timeout=60)
-        self.engine = DrafterEngine(self._proposer, config, Metrics("drafter"), info.vocab_size)
-        self._server = GrpcServer(config.link, ())
-        description = description_to_pb(self._proposer.kind, self._proposer.family, info)
-        servicer = DrafterServicer(
-            self.engine, description, config.drafter_id, config.max_queued_answers, config.max_message_bytes
-        )
-        drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server(servicer, self._server.server)
-
-    async def start(self) -> None:
-        self.engine.start(self._worker)
-        await self._server.start("127.0.0.1", 0)
-
-    async def stop(self) -> None:
-        await self._server.stop(0)
-        await asyncio.to_thread(self.engine.stop)
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self._server.port}"
-
-    def left(self) -> dict[str, int]:
-        return {"sessions": self.engine.num_sessions, "cache tokens": getattr(self._proposer, "kv_used_tokens", 0)}
-
-
-class ProtocolPod:
-    """A drafter that answers twice, to other rounds, or not at all, forgets sessions and miscounts confidences."""
-
-    def __init__(self, info: ModelInfo) -> None:
-        draw = random.Random("protocol")
-        self._drafter = ScriptedDrafter(
-            ScriptedText(vocab_size=info.vocab_size, end_token_id=min(info.end_token_ids)),
-            tokenizer_fingerprint=info.tokenizer_fingerprint,
-            manner=lambda: draw.choice(_MANNERS),
-            family="protocol",
-        )
-
-    async def start(self) -> None:
-        await self._drafter.start()
-
-    async def stop(self) -> None:
-        await self._drafter.kill()
-
-    @property
-    def address(self) -> str:
-        return self._drafter.address
-
-    def left(self) -> dict[str, int]:
-        return {"sessions": self._drafter.num_sessions}
 
 
 @dataclass

@@ -13,7 +13,8 @@ from typing import Any
 
 from path_checks import Expected, check_choice, check_counters, expect
 from path_drawing import LOCAL, PODS, Case, System, draw_case
-from path_peers import House, Plain
+from path_peers import House
+from path_plain import Plain
 
 from moot.core.types import ModelInfo, TokenLogprobs
 from moot.metrics import Metrics

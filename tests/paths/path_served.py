@@ -1,0 +1,115 @@
+"""A verifier and drafters as services on loopback, all in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+from moot.core.types import ModelInfo
+from moot.metrics import Metrics
+from moot.proposers.base import Proposer
+from moot.rpc.server import GrpcServer
+from moot.testing import Manner, ScriptedDrafter, ScriptedText
+from moot.v1 import drafter_service_pb2_grpc, verifier_service_pb2_grpc
+from moot.worker import WorkerThread
+from services.drafter.config import DrafterConfig
+from services.drafter.engine import DrafterEngine
+from services.drafter.servicer import DrafterServicer
+from services.drafter.wire import description_to_pb
+from services.verifier.engine import Engine
+from services.verifier.servicer import VerifierServicer
+
+_MANNERS = (Manner.WRONG, Manner.DOUBLE, Manner.STALE, Manner.UNKNOWN, Manner.BAD_CONFIDENCES, Manner.ABSTAIN)
+
+
+class ServedTarget:
+    """A verifier with the drafters inside that `spec` names, small chunks and shared prompts, on loopback."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._server = GrpcServer(engine.config.link, ())
+        verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server(
+            VerifierServicer(engine, engine.config), self._server.server
+        )
+
+    async def start(self) -> None:
+        self.engine.start()
+        await self._server.start("127.0.0.1", 0)
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+        await asyncio.to_thread(self.engine.stop)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._server.port}"
+
+    def left(self) -> dict[str, int]:
+        """What is held of requests, by where."""
+        engine, serving = self.engine, self.engine.serving
+        return {
+            "verifier sessions": engine.stats.num_sessions,
+            "verifier commands": engine.stats.num_queued,
+            "verifier cache tokens": engine.runner.pool.used_tokens,
+            "scheduler": serving.scheduler.num_admitted + serving.scheduler.num_waiting,
+            "gathering": len(serving.gathering),
+            "drafters inside": sum(getattr(one, "num_sessions", 0) for one in serving.inside.drafters),
+        }
+
+
+class Pod:
+    """A drafter as a service on loopback."""
+
+    def __init__(self, config: DrafterConfig, make: Callable[[DrafterConfig], tuple[Proposer[Any], ModelInfo]]) -> None:
+        self._worker = WorkerThread(config.drafter_id)
+        self._proposer, info = self._worker.submit(lambda: make(config)).result(timeout=60)
+        self.engine = DrafterEngine(self._proposer, config, Metrics("drafter"), info.vocab_size)
+        self._server = GrpcServer(config.link, ())
+        description = description_to_pb(self._proposer.kind, self._proposer.family, info)
+        servicer = DrafterServicer(
+            self.engine, description, config.drafter_id, config.max_queued_answers, config.max_message_bytes
+        )
+        drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server(servicer, self._server.server)
+
+    async def start(self) -> None:
+        self.engine.start(self._worker)
+        await self._server.start("127.0.0.1", 0)
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+        await asyncio.to_thread(self.engine.stop)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._server.port}"
+
+    def left(self) -> dict[str, int]:
+        return {"sessions": self.engine.num_sessions, "cache tokens": getattr(self._proposer, "kv_used_tokens", 0)}
+
+
+class ProtocolPod:
+    """A drafter that answers twice, to other rounds, or not at all, forgets sessions and miscounts confidences."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        draw = random.Random("protocol")
+        self._drafter = ScriptedDrafter(
+            ScriptedText(vocab_size=info.vocab_size, end_token_id=min(info.end_token_ids)),
+            tokenizer_fingerprint=info.tokenizer_fingerprint,
+            manner=lambda: draw.choice(_MANNERS),
+            family="protocol",
+        )
+
+    async def start(self) -> None:
+        await self._drafter.start()
+
+    async def stop(self) -> None:
+        await self._drafter.kill()
+
+    @property
+    def address(self) -> str:
+        return self._drafter.address
+
+    def left(self) -> dict[str, int]:
+        return {"sessions": self._drafter.num_sessions}
