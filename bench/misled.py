@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moot.core.panel import PAYING
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
-from moot.simulation.requests import RouterPlan
+from moot.simulation.router_plan import RouterPlan
 from moot.simulation.texts import Chain, LoadClass, RandomTexts, Text
 from moot.simulation.verifiers import VerifierPlan
 from moot.simulation.world import Outcome, Scenario, World

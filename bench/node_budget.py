@@ -23,7 +23,7 @@ from bench.intervals import Interval, ratios
 from bench.report import publish
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
-from moot.simulation.requests import RouterPlan
+from moot.simulation.router_plan import RouterPlan
 from moot.simulation.texts import LoadClass, RandomTexts, Text
 from moot.simulation.verifiers import VerifierPlan
 from moot.simulation.world import Outcome, Scenario, World

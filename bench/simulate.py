@@ -40,7 +40,7 @@ from moot.core.errors import ConfigError
 from moot.core.policy import PoolPolicy
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
-from moot.simulation.requests import RouterPlan
+from moot.simulation.router_plan import RouterPlan
 from moot.simulation.verifiers import VerifierPlan
 from moot.simulation.world import Outcome, Scenario, World
 from moot.tokenizer import load_tokenizer, vocabulary_size

@@ -8,28 +8,16 @@ known beforehand shows all of them from the start, since the first increase of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib.metadata import version
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import ProcessCollector, disable_created_metrics
 
 from moot.core.types import FinishReason
-from moot.tally import Tally, TallyFamily
+from moot.metric_definitions import DRAFTER, ROUTER, SERVICES, VERIFIER, Definitions
 from moot.vllm_names import VllmNames
 
 # A second series for every counter, which nobody asks for. (The function has no annotations.)
 disable_created_metrics()  # type: ignore[no-untyped-call]
-
-ROUTER, VERIFIER, DRAFTER = SERVICES = ("router", "verifier", "drafter")
 
 # Seconds. From half a millisecond: a round on a small model takes that little.
 LATENCY_BUCKETS = (
@@ -48,18 +36,7 @@ DEGRADED_MODES = ("no_drafters", "no_verifiers")
 """And `store`, of a router that has one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Definition:
-    """`name`: as it stands in a query, `_total` included. `kind`: counter, gauge or histogram."""
-
-    name: str
-    kind: str
-    text: str
-    labels: tuple[str, ...]
-    owners: tuple[str, ...]
-
-
-class Metrics:
+class Metrics(Definitions):
     """All metrics of one process, on a registry of their own, so that a test can hold several in one process.
 
     `service`: router, verifier or drafter; its own metrics are exposed, the others can be moved all the same. Without
@@ -67,9 +44,7 @@ class Metrics:
     """
 
     def __init__(self, service: str = "") -> None:
-        self.registry = CollectorRegistry()
-        self.definitions: list[Definition] = []
-        self._service = service
+        super().__init__(service)
         self._define_requests()
         self._define_speculation()
         self._define_rounds_and_peers()
@@ -271,32 +246,3 @@ class Metrics:
                 kv_cache_usage=self.kv_cache_usage_ratio,
             )
         )
-
-    def exposition(self) -> bytes:
-        """The service's metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
-
-    def _counter(self, name: str, text: str, *labels: str, by: tuple[str, ...] = (ROUTER,)) -> Counter:
-        registry = self._registry_for(f"{name}_total", "counter", text, labels, by)
-        return Counter(f"moot_{name}", text, labels, registry=registry)
-
-    def _gauge(self, name: str, text: str, *labels: str, by: tuple[str, ...] = (ROUTER,)) -> Gauge:
-        return Gauge(f"moot_{name}", text, labels, registry=self._registry_for(name, "gauge", text, labels, by))
-
-    def _histogram(self, name: str, text: str, buckets: Iterable[float], by: tuple[str, ...] = (ROUTER,)) -> Histogram:
-        registry = self._registry_for(name, "histogram", text, (), by)
-        return Histogram(f"moot_{name}", text, (), buckets=tuple(buckets), registry=registry)
-
-    def _tally(self, name: str, text: str, buckets: Iterable[float]) -> Tally:
-        """Of values that the event loop's thread alone observes."""
-        return self._tallies(name, text, buckets).labels()
-
-    def _tallies(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> TallyFamily:
-        registry = self._registry_for(name, "histogram", text, labels, (ROUTER,))
-        return TallyFamily(f"moot_{name}", text, tuple(buckets), labels, registry)
-
-    def _registry_for(
-        self, name: str, kind: str, text: str, labels: tuple[str, ...], owners: tuple[str, ...]
-    ) -> CollectorRegistry | None:
-        self.definitions.append(Definition(f"moot_{name}", kind, text, labels, owners))
-        return self.registry if self._service in ("", *owners) else None

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from generated import write_or_check
 
-from moot.metrics import SERVICES, Definition, Metrics
+from moot.metric_definitions import SERVICES, Definition
+from moot.metrics import Metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 

@@ -14,7 +14,7 @@ from moot.commands.common import say
 from moot.config import option
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
-from moot.simulation.requests import RouterPlan
+from moot.simulation.router_plan import RouterPlan
 from moot.simulation.texts import LoadClass, RandomTexts
 from moot.simulation.verifiers import BATCHINGS, VerifierPlan
 from moot.simulation.world import Outcome, Scenario, World

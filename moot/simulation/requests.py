@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from moot.core.generation import Generation
@@ -13,51 +12,11 @@ from moot.core.types import Draft, Proposal, SamplingParams, Verification
 from moot.core.voting import VoteResult
 from moot.simulation.drafters import DrafterPool, DraftSession
 from moot.simulation.events import Server, Timeline
+from moot.simulation.router_plan import Counts, RouterPlan
 from moot.simulation.texts import Text
 from moot.simulation.verifiers import Verifier, VerifySession
 
 CONTEXT_LIMIT = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class RouterPlan:
-    """`open_s`, `round_s`: CPU of a router for a request's opening and for a round, half of it before drafting and half
-    before verifying; `ask_s`: what a round that drafts costs more, half before asking and half after; `behind_s`: what
-    follows on asking (learning, counting, record, stream). `network_s`: one way between any two processes. The
-    deadlines count from the asking."""
-
-    open_s: float = 0.001
-    round_s: float = 0.0002
-    ask_s: float = 0.0
-    behind_s: float = 0.00015
-    network_s: float = 0.0002
-    soft_deadline_s: float = 0.05
-    hard_deadline_s: float = 0.25
-    quorum: float = 0.5
-    detect_s: float = 0.01
-    """From the loss of a peer to the moment at which its requests go on elsewhere."""
-    beside_s: tuple[float, ...] = ()
-    """CPU per round of processes that no round waits for (store, client): it matters where cores are shared."""
-    num_speculative_tokens: int | None = None
-    """None: the policy decides; n: always n; 0: no drafting."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """Since the last reset. `lengths[k]`: rounds that asked for k tokens; `round_s`, `draft_s`: durations of rounds and
-    of their drafting, summed."""
-
-    lengths: dict[int, int]
-    tokens: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    switches: int = 0
-    finished: int = 0
-    round_s: float = 0.0
-    draft_s: float = 0.0
-    late: int = 0
-    moves: int = 0
 
 
 class Request:

@@ -10,7 +10,8 @@ from moot.core.panel import PAYING
 from moot.core.policy import PoolPolicy, make_policy
 from moot.simulation.drafters import DrafterPool, DraftSession, PoolPlan
 from moot.simulation.events import Cores, Server, Timeline
-from moot.simulation.requests import Counts, Request, RouterPlan
+from moot.simulation.requests import Request
+from moot.simulation.router_plan import Counts, RouterPlan
 from moot.simulation.texts import Texts
 from moot.simulation.verifiers import Verifier, VerifierPlan
 

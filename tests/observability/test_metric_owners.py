@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moot.metrics import SERVICES, Metrics
+from moot.metric_definitions import SERVICES
+from moot.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 

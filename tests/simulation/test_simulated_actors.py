@@ -9,7 +9,7 @@ import pytest
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
 from moot.simulation.events import Cores, Server, Timeline
-from moot.simulation.requests import RouterPlan
+from moot.simulation.router_plan import RouterPlan
 from moot.simulation.texts import LoadClass, RandomTexts
 from moot.simulation.verifiers import VerifierPlan
 from moot.simulation.world import Outcome, Scenario, World
