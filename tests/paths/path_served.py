@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -24,27 +25,41 @@ from services.verifier.servicer import VerifierServicer
 _MANNERS = (Manner.WRONG, Manner.DOUBLE, Manner.STALE, Manner.UNKNOWN, Manner.BAD_CONFIDENCES, Manner.ABSTAIN)
 
 
-class ServedTarget:
-    """A verifier with the drafters inside that `spec` names, small chunks and shared prompts, on loopback."""
+class _Served(ABC):
+    """An engine behind a server on loopback."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._server = GrpcServer(engine.config.link, ())
-        verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server(
-            VerifierServicer(engine, engine.config), self._server.server
-        )
+    def __init__(self, engine: Engine | DrafterEngine, server: GrpcServer) -> None:
+        self._engine = engine
+        self._server = server
+
+    @abstractmethod
+    def _start_engine(self) -> None: ...
 
     async def start(self) -> None:
-        self.engine.start()
+        self._start_engine()
         await self._server.start("127.0.0.1", 0)
 
     async def stop(self) -> None:
         await self._server.stop(0)
-        await asyncio.to_thread(self.engine.stop)
+        await asyncio.to_thread(self._engine.stop)
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self._server.port}"
+
+
+class ServedTarget(_Served):
+    """A verifier with the drafters inside that `spec` names, small chunks and shared prompts, on loopback."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        super().__init__(engine, GrpcServer(engine.config.link, ()))
+        verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server(
+            VerifierServicer(engine, engine.config), self._server.server
+        )
+
+    def _start_engine(self) -> None:
+        self.engine.start()
 
     def left(self) -> dict[str, int]:
         """What is held of requests, by where."""
@@ -59,31 +74,22 @@ class ServedTarget:
         }
 
 
-class Pod:
+class Pod(_Served):
     """A drafter as a service on loopback."""
 
     def __init__(self, config: DrafterConfig, make: Callable[[DrafterConfig], tuple[Proposer[Any], ModelInfo]]) -> None:
         self._worker = WorkerThread(config.drafter_id)
         self._proposer, info = self._worker.submit(lambda: make(config)).result(timeout=60)
         self.engine = DrafterEngine(self._proposer, config, Metrics("drafter"), info.vocab_size)
-        self._server = GrpcServer(config.link, ())
+        super().__init__(self.engine, GrpcServer(config.link, ()))
         description = description_to_pb(self._proposer.kind, self._proposer.family, info)
         servicer = DrafterServicer(
             self.engine, description, config.drafter_id, config.max_queued_answers, config.max_message_bytes
         )
         drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server(servicer, self._server.server)
 
-    async def start(self) -> None:
+    def _start_engine(self) -> None:
         self.engine.start(self._worker)
-        await self._server.start("127.0.0.1", 0)
-
-    async def stop(self) -> None:
-        await self._server.stop(0)
-        await asyncio.to_thread(self.engine.stop)
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self._server.port}"
 
     def left(self) -> dict[str, int]:
         return {"sessions": self.engine.num_sessions, "cache tokens": getattr(self._proposer, "kv_used_tokens", 0)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from panels import Dashboard, Panel, Row
 from queries import (
+    CORES,
     VARIABLES,
     chosen,
     increase,
@@ -32,7 +33,6 @@ def _by_instance(vector: str) -> str:
 
 _QUEUED = total(of_service("verifier", of_model(chosen("moot_num_requests_waiting"))), by="instance")
 _FORWARD = quantiles("moot_forward_seconds", 0.5, 0.95, 0.99)
-_CORES = total(rate("moot_process_cpu_seconds_total"), by="instance")
 
 _PEERS = Row(
     "Who is there",
@@ -167,7 +167,7 @@ _STORE = Row(
 _PROCESSES = Row(
     "Processes",
     [
-        Panel("Cores in use", {_CORES: "{{instance}}"}, "A busy event loop or compute thread takes one."),
+        Panel("Cores in use", {CORES: "{{instance}}"}, "A busy event loop or compute thread takes one."),
         Panel(
             "Memory",
             {total(chosen("moot_process_resident_memory_bytes"), by="instance"): "{{instance}}"},

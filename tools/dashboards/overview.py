@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from panels import Dashboard, Panel, Row, text_variable
-from queries import VARIABLES, chosen, mean, model_rate, of_model, of_service, quantile, quantiles, rate, total
+from panels import Dashboard, Panel, Row, stat, text_variable
+from queries import (
+    CORES,
+    GAIN,
+    VARIABLES,
+    chosen,
+    mean,
+    model_rate,
+    of_model,
+    of_service,
+    quantile,
+    quantiles,
+    total,
+)
 
 _TTFT, _ITL = "moot_time_to_first_token_seconds", "moot_inter_token_latency_seconds"
 _TOKENS = model_rate("moot_generation_tokens_total")
 _REFUSED = model_rate("moot_requests_refused_total", code="~5..")
 _ERRORS = f"({model_rate('moot_requests_total', finish_reason='error')} + {_REFUSED})"
 _ERROR_RATIO = f"{_ERRORS} / ({model_rate('moot_requests_total')} + {_REFUSED})"
-_GAIN = f"{model_rate('moot_plain_decoding_seconds_total')} / {model_rate('moot_round_duration_seconds_sum')}"
 _VERIFIERS = f"count({of_model(chosen('moot_build_info', service='verifier'))})"
 _DRAFTERS = f"(count({chosen('moot_build_info', service='drafter')}) or vector(0))"
 _PRICE = f"({_VERIFIERS} * $verifier_price + {_DRAFTERS} * $drafter_price)"
@@ -22,57 +33,36 @@ _QUEUED = of_service("verifier", of_model(chosen("moot_num_requests_waiting")))
 _NOW = Row(
     "Now",
     [
-        Panel(
-            "Requests",
-            {model_rate("moot_requests_total"): ""},
-            "That ended, per second.",
-            "reqps",
-            kind="stat",
-            width=3,
-        ),
-        Panel("Tokens", {_TOKENS: ""}, "Output tokens delivered, per second.", "short", kind="stat", width=3),
-        Panel(
+        stat("Requests", model_rate("moot_requests_total"), "That ended, per second.", "reqps", 3),
+        stat("Tokens", _TOKENS, "Output tokens delivered, per second.", width=3),
+        stat(
             "Errors",
-            {_ERROR_RATIO: ""},
+            _ERROR_RATIO,
             "Requests that ended in an error or were refused with 5xx, of all. The objective is below 0.1 %.",
             "percentunit",
-            kind="stat",
-            width=3,
-            threshold=0.001,
+            3,
+            0.001,
         ),
-        Panel(
-            "First token, p95",
-            {quantile(0.95, _TTFT): ""},
-            "From the request's arrival.",
-            "s",
-            kind="stat",
-            width=3,
-            threshold=2.5,
-        ),
-        Panel(
+        stat("First token, p95", quantile(0.95, _TTFT), "From the request's arrival.", "s", 3, 2.5),
+        stat(
             "Next token, p95",
-            {quantile(0.95, _ITL): ""},
+            quantile(0.95, _ITL),
             "Interval between deliveries over its tokens.",
             "s",
-            kind="stat",
-            width=3,
+            3,
             threshold=0.1,
         ),
-        Panel(
+        stat(
             "Gain",
-            {_GAIN: ""},
+            GAIN,
             "Times faster than plain decoding, estimated: 1 is no gain. See the dashboard Speculation.",
-            "short",
-            kind="stat",
             width=3,
         ),
-        Panel("Verifiers", {_VERIFIERS: ""}, "That are scraped.", "short", kind="stat", width=3),
-        Panel(
+        stat("Verifiers", _VERIFIERS, "That are scraped.", width=3),
+        stat(
             "Cost of a million tokens",
-            {_COST: ""},
+            _COST,
             "At the prices of a pod and hour that are set above, at the present speed.",
-            "short",
-            kind="stat",
             width=3,
         ),
     ],
@@ -141,7 +131,7 @@ _SATURATION = Row(
         ),
         Panel(
             "Cores in use",
-            {total(rate("moot_process_cpu_seconds_total"), by="instance"): "{{instance}}"},
+            {CORES: "{{instance}}"},
             "By process; a router's event loop is full at one.",
         ),
     ],

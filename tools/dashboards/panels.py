@@ -28,6 +28,13 @@ class Panel:
     """A line, or the value from which a stat turns red."""
 
 
+def stat(
+    title: str, query: str, text: str, unit: str = "short", width: int = 4, threshold: float | None = None
+) -> Panel:
+    """One number."""
+    return Panel(title, {query: ""}, text, unit, "stat", width, threshold=threshold)
+
+
 @dataclass(frozen=True)
 class Row:
     title: str

@@ -70,3 +70,9 @@ def quantile(share: float, histogram: str, by: str = "") -> str:
 def quantiles(histogram: str, *shares: float) -> dict[str, str]:
     """Expression to legend."""
     return {quantile(share, histogram): f"p{share * 100:g}" for share in shares}
+
+
+GAIN = f"{model_rate('moot_plain_decoding_seconds_total')} / {model_rate('moot_round_duration_seconds_sum')}"
+"""Seconds that plain decoding would have taken, of those that the rounds took."""
+CORES = total(rate("moot_process_cpu_seconds_total"), by="instance")
+"""In use, by process."""

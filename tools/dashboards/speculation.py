@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from panels import Dashboard, Panel, Row
-from queries import VARIABLES, chosen, increase, mean, model_rate, of_model, per_drafter, quantiles, rate, total
+from panels import Dashboard, Panel, Row, stat
+from queries import GAIN, VARIABLES, chosen, increase, mean, model_rate, of_model, per_drafter, quantiles, rate, total
 
 _POOL = "~$pool"
 _ROUNDS = model_rate("moot_rounds_total")
 _ACCEPTED = model_rate("moot_accepted_tokens_total")
 _DRAFTED = model_rate("moot_draft_tokens_total")
-_SPENT = model_rate("moot_round_duration_seconds_sum")
-_GAIN = f"{model_rate('moot_plain_decoding_seconds_total')} / {_SPENT}"
 _K = "moot_speculation_length"
 _AT_ZERO = f"{model_rate(f'{_K}_bucket', le='0.0')} / {model_rate(f'{_K}_count')}"
 
@@ -27,26 +25,20 @@ _AHEAD_DROPPED = total(per_drafter(rate("moot_draft_ahead_dropped_tokens_total")
 _NOW = Row(
     "Now",
     [
-        Panel(
+        stat(
             "Gain over plain decoding",
-            {_GAIN: ""},
+            GAIN,
             "Estimated seconds of plain decoding for the same tokens, over the seconds of the rounds. 1: no gain.",
-            kind="stat",
-            width=4,
         ),
-        Panel(
+        stat(
             "Mean acceptance length",
-            {f"1 + {_ACCEPTED} / {_ROUNDS}": ""},
+            f"1 + {_ACCEPTED} / {_ROUNDS}",
             "Tokens that a round brings, the target's own included.",
-            kind="stat",
-            width=4,
         ),
-        Panel(
-            "Acceptance rate", {f"{_ACCEPTED} / {_DRAFTED}": ""}, "Of verified draft tokens.", "percentunit", "stat", 4
-        ),
-        Panel("Agreement", {mean("moot_vote_agreement_ratio"): ""}, "Mean, first token.", "percentunit", "stat", 4),
-        Panel("K", {mean(_K): ""}, "Tokens asked of the drafters, mean over rounds.", kind="stat", width=4),
-        Panel("Rounds that do not draft", {_AT_ZERO: ""}, "K = 0: plain decoding.", "percentunit", "stat", 4),
+        stat("Acceptance rate", f"{_ACCEPTED} / {_DRAFTED}", "Of verified draft tokens.", "percentunit"),
+        stat("Agreement", mean("moot_vote_agreement_ratio"), "Mean, first token.", "percentunit"),
+        stat("K", mean(_K), "Tokens asked of the drafters, mean over rounds."),
+        stat("Rounds that do not draft", _AT_ZERO, "K = 0: plain decoding.", "percentunit"),
     ],
     height=4,
 )
@@ -55,7 +47,7 @@ _GAINS = Row(
     [
         Panel(
             "Gain over plain decoding",
-            {_GAIN: "gain"},
+            {GAIN: "gain"},
             "Below the line drafting costs more than it brings. Plain steps are measured when they occur; where none "
             "was seen a step is taken to need as long without drafts, so that a loss shown here is one.",
             threshold=1,
