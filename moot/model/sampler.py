@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moot.core.errors import RequestPoisoned
 from moot.core.history import History, HistoryOnPath
+from moot.core.noise import NOISE_RANGE
 from moot.core.sampling import MASKED
 from moot.core.types import SamplingParams, TokenLogprobs
 from moot.model import noise
@@ -110,6 +111,25 @@ class Sampler:
         row = self._processed(logits, params, history, None)
         return self._choose(row, params, position, params.temperature / sharpen)
 
+    def draft_scores(
+        self,
+        logits: Tensor,
+        params: SamplingParams,
+        position: int,
+        history: History | HistoryOnPath | None = None,
+        sharpen: float = 1.0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All that `draft_token` chooses from, for drafters that go on with several: ids (int64 ascending), their
+        scaled logits, and the scores whose highest it takes; each [n]. Greedy: both are the processed logits."""
+        row = self._processed(logits, params, history, None)
+        highest = _highest(row)
+        if params.is_greedy:
+            return self._all_ids(row.device), row, row
+        ids, scaled = self._kept(row, highest, params, params.temperature / sharpen)
+        able = indices_where(scaled >= -NOISE_RANGE)
+        ids, scaled = ids[able], scaled[able]
+        return ids, scaled, scaled + noise.gumbel(params.seed, position, ids)
+
     def draft_tokens(
         self,
         logits: Tensor,
@@ -184,6 +204,10 @@ class Sampler:
         highest = _highest(row)
         if params.is_greedy:
             return first_highest(row)
+        return _noisy_highest(*self._kept(row, highest, params, temperature), params.seed, position)
+
+    def _kept(self, row: Tensor, highest: float, params: SamplingParams, temperature: float) -> tuple[Tensor, Tensor]:
+        """Ids that the filters leave, int64 ascending, and their logits over temperature, float64, the highest 0."""
         scaled = row.to(torch.float64, copy=True).sub_(highest).div_(temperature)
         ids = self._all_ids(row.device)
         if params.top_k > 0:
@@ -195,7 +219,7 @@ class Sampler:
         if params.min_p > 0.0:
             kept = min_p_indices(scaled, params.min_p)
             ids, scaled = ids[kept], scaled[kept]
-        return _noisy_highest(ids, scaled, params.seed, position)
+        return ids, scaled
 
     def _all_ids(self, device: torch.device) -> Tensor:
         if self._ids.device != device:

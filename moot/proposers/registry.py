@@ -20,7 +20,9 @@ MODEL_FREE_KINDS = ("ngram", "prompt_lookup", "recycling", "suffix")
 """Built-in kinds that need no torch: the router can run them in its own process."""
 REQUEST_KINDS = ("prediction", "sibling")
 """Built-in kinds that live from what a request brings: in the router's process only."""
-BUILT_IN_KINDS = (*MODEL_FREE_KINDS, *REQUEST_KINDS, "neural")
+MODEL_KINDS = ("neural", "superposed")
+"""Built-in kinds with a draft model of their own: their tokenizer is the model's."""
+BUILT_IN_KINDS = (*MODEL_FREE_KINDS, *REQUEST_KINDS, *MODEL_KINDS)
 
 
 def known_kinds() -> tuple[str, ...]:
@@ -59,6 +61,10 @@ def load_kind(kind: str) -> Kind[Any]:
             from moot.proposers.neural import NeuralOptions, NeuralProposer
 
             return Kind("neural", NeuralOptions, NeuralProposer)
+        case "superposed":
+            from moot.proposers.superposed import SuperposedOptions, SuperposedProposer
+
+            return Kind("superposed", SuperposedOptions, SuperposedProposer)
     for entry in _installed():
         if entry.name == kind:
             found = entry.load()

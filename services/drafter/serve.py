@@ -10,7 +10,7 @@ from moot.core.errors import ConfigError
 from moot.core.types import ModelInfo
 from moot.metrics import Metrics
 from moot.proposers.base import Proposer
-from moot.proposers.registry import REQUEST_KINDS, create
+from moot.proposers.registry import MODEL_KINDS, REQUEST_KINDS, create
 from moot.rpc.server import GrpcServer, run_until_terminated
 from moot.rpc.tls import open_tls
 from moot.shipped import locate
@@ -36,7 +36,7 @@ def make_proposer(config: DrafterConfig) -> tuple[Proposer[Any], ModelInfo]:
         raise ConfigError(f"kind {config.kind} lives from what a request brings: the router runs it itself")
     options: dict[str, object] = dict(config.kind_options)
     tokenizer_path = config.tokenizer
-    if config.kind == "neural":
+    if config.kind in MODEL_KINDS:
         options.setdefault("model", config.model)
         options.setdefault("num_threads", config.num_threads or None)
     else:
