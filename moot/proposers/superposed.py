@@ -42,8 +42,8 @@ class SuperposedOptions(DraftModelOptions):
     table: Path | None = option(
         None, help="npz file of n-grams that tell the sequences apart, or its folder; none: the row is everybody's"
     )
-    table_weight: float = option(0.3, help="what the table counts against the row, in 0..1")
-    table_strength: float = option(4.0, help="occurrences of a context that make the table half sure")
+    table_weight: float = option(0.7, help="what the table counts against the row, in 0..1")
+    table_strength: float = option(0.5, help="occurrences of a context that make the table half sure")
 
     def __post_init__(self) -> None:
         super().__post_init__()
