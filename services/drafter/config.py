@@ -12,10 +12,13 @@ from moot.rpc.link import LinkOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(LinkOptions):
-    kind: str = setting(help="drafter kind: prompt_lookup, suffix, ngram, recycling, neural, superposed or an installed one")
+    kind: str = setting(
+        help="drafter kind: prompt_lookup, suffix, ngram, recycling, neural, superposed or an installed one"
+    )
     drafter_id: str = setting("", help="name written into proposals (empty: the kind's)")
     model: str | None = setting(
-        None, help="draft model (neural, superposed), or whose tokenizer it is (other kinds): a local folder or a hub id"
+        None,
+        help="draft model (neural, superposed), or whose tokenizer it is (other kinds): a local folder or a hub id",
     )
     tokenizer: str | None = setting(None, help="folder or hub id of the tokenizer: its vocabulary and fingerprint")
     option: tuple[str, ...] = setting((), help="options of the kind, name=value, separated by commas")
