@@ -65,7 +65,7 @@ class Beam:
         self.sequences = [one for one, _ in found]
 
     def proposals(self, width: int) -> list[tuple[Drafted, ...]]:
-        """The sequences, best first, then those that fell, the most probable first. None is the beginning of another."""
+        """The sequences, best first, then those that fell, the most probable first. None begins another."""
         fallen = sorted(self.fallen, key=lambda one: -one.share)
         return [one.path for one in (*self.sequences, *fallen) if one.path][:width]
 

@@ -123,7 +123,7 @@ class SuperposedDrafting:
         places = places[ids[places] == extra]
         # Of the ids that no voice raises, the best of each sequence are among these.
         (best,) = likeliest(scores[None], self._num_sequences + len(places))
-        columns = torch.cat((torch.tensor(best, device=ids.device), places)).unique()
+        columns = torch.tensor(sorted({*best, *places.tolist()}), device=ids.device)
         values = scores[columns]
         # As a draft model alone counts them: `Sampler.probabilities`.
         shares = _softmax_at(scores, columns)

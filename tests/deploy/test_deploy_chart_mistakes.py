@@ -100,6 +100,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         with_pool(kind="neural", model="a/b"),
         "drafters.pool.device: kind neural computes on cuda or cpu",
     ),
+    "superposed without a model": (
+        with_pool(kind="superposed", device="cuda"),
+        "drafters.pool.model: kind superposed needs a draft model",
+    ),
+    "superposed on nothing": (
+        with_pool(kind="superposed", model="a/b"),
+        "drafters.pool.device: kind superposed computes on cuda or cpu",
+    ),
     "a GPU for a suffix tree": (
         with_pool(kind="suffix", device="cuda"),
         "drafters.pool.device: kind suffix has no model",

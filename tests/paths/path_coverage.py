@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from path_drawing import ALL_DRAFTERS, HASTY, INSIDE, LOCAL, OF_REQUESTS, STAGES, TARGETS
+from path_drawing import ALL_DRAFTERS, HASTY, INSIDE, LOCAL, MODELS, OF_REQUESTS, STAGES, TARGETS
 from path_play import Played
 
 from moot.core.panel import PANELS
@@ -16,7 +16,7 @@ from moot.core.voting import POLICIES
 from moot.core.weights import WEIGHTS
 from services.verifier.engine import Engine
 
-HONEST = (*LOCAL, *STAGES, *OF_REQUESTS, *INSIDE, "knowing")
+HONEST = (*LOCAL, *MODELS, *OF_REQUESTS, *INSIDE, "knowing")
 """Drafters of which some proposals must have been right."""
 
 

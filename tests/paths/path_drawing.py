@@ -61,7 +61,9 @@ LOCAL = ("prompt_lookup", "suffix", "suffix_store", "ngram", "ngram_table", "rec
 STAGES = {"neural": 1, "neural_two": 2, "neural_three": 3}
 """Draft models in pods of their own, by how many stages they have."""
 WILD = ("random", "empty", "outside", "too_long", "too_many", "confidences", "failing", "protocol")
-PODS = (*STAGES, "knowing", *WILD)
+MODELS = (*STAGES, "superposed")
+"""All that have a draft model."""
+PODS = (*MODELS, "knowing", *WILD)
 OF_REQUESTS = ("prediction", "sibling")
 INSIDE = ("heads", "lookahead", "self")
 ALL_DRAFTERS = (*LOCAL, *PODS, *OF_REQUESTS, *INSIDE)
@@ -117,7 +119,7 @@ def draw_system(number: int) -> System:
     draw = random.Random(f"system {number}")
     soft_ms, hard_ms = _weighted(draw, {PATIENT: 8, USUAL: 1, HASTY: 1})
     # Those that may be right more often than those that never are.
-    drawn = draw.sample((*LOCAL, *STAGES, *LOCAL, *STAGES, *WILD), draw.randint(1, 5))
+    drawn = draw.sample((*LOCAL, *MODELS, *LOCAL, *MODELS, *WILD), draw.randint(1, 5))
     if len(drawn) < 2 or draw.random() < 0.4:
         # It alone is right at will: without it hardly any draft is long.
         drawn = ["knowing", *drawn[:4]]

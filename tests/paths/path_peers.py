@@ -89,9 +89,17 @@ class House:
 
     async def pod(self, name: str) -> Pod | ProtocolPod:
         if name not in self._pods:
-            pod = self._pods[name] = self._make_pod(name)
+            pod = self._superposed(await self._table()) if name == "superposed" else self._make_pod(name)
+            self._pods[name] = pod
             await pod.start()
         return self._pods[name]
+
+    def _superposed(self, table: Path) -> Pod:
+        options = ("dtype=float32", f"table={table}")
+        config = DrafterConfig(
+            kind="superposed", drafter_id="superposed", model=str(self.model(TARGETS[0])), option=options, num_threads=1
+        )  # fmt: skip
+        return Pod(config, make_proposer)
 
     def _make_pod(self, name: str) -> Pod | ProtocolPod:
         first = TARGETS[0]

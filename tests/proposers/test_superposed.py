@@ -1,4 +1,4 @@
-"""Superposed drafting against the draft model alone, and against sums and shares worked out over the whole vocabulary."""
+"""Superposed drafting against the draft model alone, and against sums and shares over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moot.proposers.registry import create
 from moot.proposers.superposed import SESSIONS_AT_ONCE, SuperposedProposer
 from moot.proposers.superposed_beam import Beam, Grown
 from moot.proposers.superposed_rows import MixedRows
-from moot.proposers.superposed_voices import SILENT, Voice, interpolated, voice_after
+from moot.proposers.superposed_voices import SILENT, interpolated, voice_after
 
 VOCAB = 259  # of the tokenizer; the model has 300 rows, those from 259 on are padding
 CONTEXT = 96
@@ -303,7 +303,7 @@ def test_ids_in_the_padding_are_never_emitted_nor_fed(proposer: SuperposedPropos
 
 
 def test_rows_that_are_not_finite_abstain_alone(folder: Path, tmp_path: Path) -> None:
-    """C20: a NaN row drops that proposal only; the same batch serves the others, and a sum with NaN in it ends there."""
+    """C20: a NaN row drops that proposal only; the same batch serves the others; a sum with NaN in it ends there."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     drafted = proposed(superposed(folder), [1, 2, 3], GREEDY, 4, 3)
     with torch.no_grad():
@@ -369,7 +369,7 @@ def compare(runner: ModelRunner, rows: MixedRows) -> None:
 
 
 def test_voices_are_distributions() -> None:
-    """Whatever the row is, what the table says of it, and the interpolation, sum to 1; an unseen context says nothing."""
+    """Whatever the row is, what the table says of it, and the interpolation, sum to 1; unseen contexts say nothing."""
     rng = random.Random(2)
     texts = [[rng.randrange(12) for _ in range(60)] for _ in range(3)]
     counted = NgramTable.build(texts, num_successors=2)
@@ -436,8 +436,8 @@ def test_facts_and_options(folder: Path, proposer: SuperposedProposer, tmp_path:
     with pytest.raises(ConfigError, match="what is served has served"):
         create("superposed", options(folder), "served")
     for name, value in (
-        ("num_sequences", 0), ("num_sequences", 17), ("table_weight", 1.5), ("table_strength", 0), ("min_confidence", 2),
-        ("sharpen", 0),
+        ("num_sequences", 0), ("num_sequences", 17), ("table_weight", 1.5), ("table_strength", 0),
+        ("min_confidence", 2), ("sharpen", 0),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=name):
             superposed(folder, **{name: value})

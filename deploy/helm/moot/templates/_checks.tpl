@@ -109,12 +109,12 @@
 {{- if has $role.kind (list "heads" "self" "lookahead") -}}
 {{- fail (printf "%s.kind: %s runs inside the verifier (verifier.config.drafters)" $key $role.kind) -}}
 {{- end -}}
-{{- if eq $role.kind "neural" -}}
+{{- if has $role.kind (list "neural" "superposed") -}}
 {{- if not $role.model -}}
-{{- fail (printf "%s.model: kind neural needs a draft model" $key) -}}
+{{- fail (printf "%s.model: kind %s needs a draft model" $key $role.kind) -}}
 {{- end -}}
 {{- if eq $role.device "none" -}}
-{{- fail (printf "%s.device: kind neural computes on cuda or cpu" $key) -}}
+{{- fail (printf "%s.device: kind %s computes on cuda or cpu" $key $role.kind) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (has $role.kind (list "suffix" "ngram" "prompt_lookup" "recycling")) (ne $role.device "none") -}}
