@@ -3,9 +3,9 @@
     python -m bench.replay_superposed --recordings DIR,DIR --drafters a,b,c --electorates x+y,x+y+z --added a,b
 
 DIR: of `moot replay record`, one for each K that is shown, since sequences that were drafted to a depth are not the
-heads of those drafted deeper. Each drafter is shown with its first proposal alone, with as many as it has sequences,
-and with all that were recorded. `electorates`, of the last recording: who votes without, and then with, each of those
-added. Exact, but for the times, which are those of the recording.
+heads of those drafted deeper. Superposed drafters are shown with their first proposal alone, with as many as they have
+sequences, and with all that were recorded; others with the latter. `electorates`, of the last recording: who votes
+without, and then with, each of those added. Exact, but for the times, which are those of the recording.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from bench.report import publish
 from moot.config import load_config, option
 from moot.core.ballot import Ballot
 from moot.core.errors import ConfigError
+from moot.proposers.superposed import SuperposedOptions, SuperposedProposer
 from moot.replay.evaluate import Policies, Replay
 from moot.replay.folder import open_recording
 from moot.replay.proposals import ProposalRecord, shortened
 
-HEADER = ("drafter", "K", "proposals", "first alone", "all verified, 95 % over texts", "draft tokens", "ms")
+HEADER = ("drafter", "K", "proposals", "all verified, 95 % over texts", "draft tokens", "ms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +46,15 @@ class SuperposedConfig:
 
 
 def widths_of(record: ProposalRecord) -> list[int]:
-    """One proposal, as many as there are sequences, and all."""
-    sequences = int(record.facts.options.get("num_sequences", record.facts.width))
-    return sorted({1, min(sequences, record.facts.width), record.facts.width})
+    """How many proposals are shown."""
+    width = record.facts.width
+    if record.facts.kind != SuperposedProposer.kind:
+        return [width]
+    return sorted({1, min(sequences_of(record), width), width})
+
+
+def sequences_of(record: ProposalRecord) -> int:
+    return int(record.facts.options.get("num_sequences", SuperposedOptions.num_sequences))
 
 
 def mean_tokens(replay: Replay, id_: str, width: int) -> float:
@@ -60,7 +67,6 @@ def mean_tokens(replay: Replay, id_: str, width: int) -> float:
 def alone(replay: Replay, id_: str) -> list[dict[str, Any]]:
     record = replay.recording.records[id_]
     length = record.facts.num_speculative_tokens
-    first = counts_of(replay, Policies(num_speculative_tokens=length).with_only(id_)).length
     found = []
     for width in widths_of(record):
         policies = Policies(num_speculative_tokens=length, width=width, drafter_ids=(id_,))
@@ -70,9 +76,9 @@ def alone(replay: Replay, id_: str) -> list[dict[str, Any]]:
                 "drafter": id_,
                 "length": length,
                 "width": width,
-                "first": first,
                 "all": counts.length,
                 "interval": counts.interval(),
+                "is_whole": width == record.facts.width,
                 "tokens": mean_tokens(replay, id_, width),
                 "ms": 1000 * statistics.median(record.asked_s),
             }
@@ -105,10 +111,10 @@ def main() -> int:
             one["drafter"],
             str(one["length"]),
             str(one["width"]),
-            f"{one['first']:.3f}" if one["width"] == 1 else "",
             f"{one['all']:.3f} ({one['interval'][0]:.2f} to {one['interval'][1]:.2f})",
             f"{one['tokens']:.1f}",
-            f"{one['ms']:.1f}" if one["width"] == 1 else "",
+            # Of a drafter that was asked for all of them.
+            f"{one['ms']:.1f}" if one["is_whole"] else "",
         ]
         for one in shown
     ]
@@ -136,7 +142,7 @@ def main() -> int:
         before = votes(replay, ids, base, config.budgets)
         table.append([", ".join(ids), *map(compared, before, before)])
         lengths["+".join(ids)] = [counts.length for counts in before]
-        for id_ in config.added:
+        for id_ in (one for one in config.added if one not in ids):
             after = votes(replay, [*ids, id_], base, config.budgets)
             table.append([f"and {id_}", *map(gained, after, before)])
             lengths["+".join((*ids, id_))] = [counts.length for counts in after]

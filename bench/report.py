@@ -87,5 +87,8 @@ def publish(
 
 
 def _shown(argument: str) -> str:
-    """An argument as a reader can use it: of a path only its last part, which says what was taken, not from where."""
-    return Path(argument).name if os.sep in argument and Path(argument).exists() else argument
+    """An argument as a reader can use it: of a path only its last part, which says what was taken, not from where.
+
+    Paths may be several, separated by commas.
+    """
+    return ",".join(Path(part).name if os.sep in part and Path(part).exists() else part for part in argument.split(","))
