@@ -85,10 +85,13 @@ class Goodput(LengthPolicy):
         pool_probes: Probes | None = None,
         hysteresis: float = 0.05,
         probe_length: int = 2,
+        router_cost: DraftCost | None = None,
     ) -> None:
+        """`router_cost`: of the draft time what the router itself is busy with; None: nothing."""
         self._max_length = max_length
         self._verify_cost = verify_cost
         self._draft_cost = draft_cost
+        self._router_cost = router_cost or DraftCost()
         self._pool = pool
         self._acceptance = PositionAcceptance(max_length, pool)
         self._hysteresis = hysteresis
@@ -151,7 +154,9 @@ class Goodput(LengthPolicy):
         step = self._verify_cost.seconds(before)
         slower = self._verify_cost.seconds(before + nodes) - step
         drafting = self._draft_cost.seconds(self._probe_length) if load.num_turns < _TURNS else 0.0
-        return (load.num_requests * slower + drafting) / (step + load.overhead_seconds)
+        # The others of this router wait while it is busy with this one.
+        own = self._router_cost.seconds(self._probe_length)
+        return (load.num_requests * slower + (load.num_own - 1) * own + drafting) / (step + load.overhead_seconds)
 
     def goodputs(self, rates: list[float], load: Load) -> list[float]:
         """Expected tokens per second of one request for K = 0, 1, ..., given its acceptance per depth."""
@@ -168,19 +173,22 @@ class Goodput(LengthPolicy):
     def _seconds(self, length: int, load: Load) -> float:
         """Of a round at K = `length`. Requests that wait for the verifier come in groups, one per step: as few as let
         each group draft while the others are verified. Of the smallest such number, or of one request each. A draft
-        that comes too late for its group's step, as durations vary, waits for one more.
+        that comes too late for its group's step, as durations vary, waits for one more. Whatever drafting takes of the
+        router's own time, its requests in a group wait for one after the other.
         """
         tokens = 1 + self._nodes_per_token * length
         drafting = self._draft_cost.seconds(length)
-        apart = drafting + load.overhead_seconds
+        alone = drafting + load.overhead_seconds
         cost = self._verify_cost.seconds
+        own = self._router_cost.seconds(length)
         if load.num_turns < _TURNS:
-            return apart + cost(round(load.num_requests * tokens))
+            return alone + (load.num_own - 1) * own + cost(round(load.num_requests * tokens))
         together = load.num_requests * load.num_turns
         groups = 2
         while True:
             step = cost(round(max(together / groups, 1.0) * tokens))
             room = (groups - 1) * step
+            apart = alone + max(load.num_own * load.num_turns / groups - 1, 0.0) * own
             if room >= _HIDDEN * apart or groups >= together:
                 varying = _DEVIATIONS * hypot(self._draft_cost.spread * drafting, self._verify_cost.spread * step)
                 late = _above((apart - room) / max(varying, 1e-9)) if length and groups < together else 0.0

@@ -53,6 +53,12 @@ class PoolPolicy:
     pool_weights: PoolWeights = field(default_factory=PoolWeights)
     verify_cost: VerifyCost = field(default_factory=VerifyCost)
     draft_cost: DraftCost = field(default_factory=DraftCost)
+    router_cost: DraftCost = field(default_factory=DraftCost)
+    """What a round that drafts takes of the router's own time more than one that does not."""
+    plain_seconds: float = 0.0
+    """Of that time, what a round takes that does not; a running mean."""
+    num_open: int = 0
+    """Requests."""
     budgets: dict[str, Budget] = field(default_factory=dict)
     """Per verifier."""
     load: Load = field(default_factory=Load)
@@ -77,6 +83,7 @@ class PoolPolicy:
         if num_speculative_tokens is not None:
             most = min(max(num_speculative_tokens, 0), most)
         panel = None if is_chosen or self.asks == ALL else self.panel
+        self.num_open += 1
         return RequestPolicy(self, weights, length, most, num_speculative_tokens is None, panel)
 
     def _length(self, asked: int | None) -> LengthPolicy:
@@ -84,7 +91,8 @@ class PoolPolicy:
         if asked is not None:
             return Fixed(min(max(asked, 0), most))
         if self.length == "goodput" and most > 0:
-            return Goodput(most, self.verify_cost, self.draft_cost, self.positions, self.probes)
+            costs = (self.verify_cost, self.draft_cost)
+            return Goodput(most, *costs, self.positions, self.probes, router_cost=self.router_cost)
         if self.length == "minions" and most > 0:
             return Minions(min(4, most), most)
         return Fixed(most)

@@ -6,7 +6,7 @@ Nothing here can change a text, only its speed. What serves all requests is the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -81,6 +81,7 @@ class RequestPolicy:
         the verify step; None: what shared it in the last round. `at_least`: K of an earlier plan that was put off."""
         if load is not None:
             self._load = load
+        self._load = replace(self._load, num_own=max(min(self._pool.num_open, self._load.num_requests), 1.0))
         wanted = max(self._length.next_length(self._load), at_least)
         length = bound_length(wanted, generation.base_length, context_limit, generation.num_remaining)
         budget = self._pool.max_draft_tokens if length else 0
@@ -149,10 +150,12 @@ class RequestPolicy:
         draft_seconds: float,
         round_seconds: float | None = None,
         answers: Mapping[str, float | None] | None = None,
+        own_seconds: float | None = None,
     ) -> None:
         """Learn from a committed round. `draft_seconds`: from asking the drafters to the vote; `round_seconds`: from
         asking to this moment, None where it is not known. `answers`: per drafter that was asked the seconds until its
-        answer, None where it missed the vote; no mapping: not known."""
+        answer, None where it missed the vote; no mapping: not known. `own_seconds`: that the router itself was busy
+        with plan, questions, vote and lessons of a round; None: not known."""
         pool = self._pool
         if self._next_base is not None and self._next_base != advance.base_length:
             # A session opened again has committed a token that no round has shown to the weights.
@@ -187,6 +190,8 @@ class RequestPolicy:
         # What a trial waited for is no usual wait.
         if not pool.panel.is_trial(answers or ()):
             pool.draft_cost.observe(plan.num_speculative_tokens, draft_seconds, 1 / num_requests)
+        if own_seconds is not None:
+            self._note_own(plan.num_speculative_tokens, own_seconds, 1 / num_requests)
         drafting = draft_seconds if plan.num_speculative_tokens else 0.0
         waiting = verification.queue_us * 1e-6
         # A round that nobody timed took what its parts took.
@@ -205,8 +210,15 @@ class RequestPolicy:
         self._seconds = 0.9 * self._seconds + draft_seconds + forward_seconds
         self._tokens = 0.9 * self._tokens + len(advance.token_ids)
 
+    def _note_own(self, length: int, seconds: float, weight: float) -> None:
+        pool = self._pool
+        if length == 0:
+            pool.plain_seconds += (_FOLLOWING * weight if pool.plain_seconds else 1.0) * (seconds - pool.plain_seconds)
+        pool.router_cost.observe(length, max(seconds - pool.plain_seconds, 0.0), weight)
+
     def close(self) -> None:
         """The request has ended, for whatever reason."""
+        self._pool.num_open -= 1
         if self._budget is not None:
             self._budget.leave(self)
         self._weights.finish()

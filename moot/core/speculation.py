@@ -21,13 +21,15 @@ class Load:
     of tokens in the step that are not this request's.
 
     `overhead_seconds`: of a round, spent neither drafting nor on the verifier. `num_turns`: the steps that a verifier
-    which never rests takes for one round of this request; 1 where requests do not wait for it.
+    which never rests takes for one round of this request; 1 where requests do not wait for it. `num_own`: of the
+    requests those of this router, which serves one after the other; this one included.
     """
 
     num_requests: float = 1
     num_other_tokens: float = 0
     overhead_seconds: float = 0.0
     num_turns: float = 1.0
+    num_own: float = 1.0
 
     def moved(self, verification: Verification, num_drafted: int, usual: RoundTimes, rate: float) -> Load:
         """Towards what a round of `num_drafted` draft tokens has shared its step with."""
@@ -38,6 +40,7 @@ class Load:
             self.num_other_tokens + rate * (others - self.num_other_tokens),
             usual.overhead,
             usual.num_turns,
+            self.num_own,
         )
 
 

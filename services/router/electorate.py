@@ -282,11 +282,14 @@ class Voters:
         verification: Verification,
         draft_seconds: float,
         round_seconds: float,
+        own_seconds: float,
     ) -> None:
-        """Both durations from asking the drafters: to the vote, and to the answer's commit."""
+        """Two durations from asking the drafters: to the vote, and to the answer's commit; and how long this process
+        was busy with the round."""
         # Drafting inside the verifier was asked for by this plan, too, and is paid by this round.
         draft_seconds += verification.inside_us * 1e-6
-        self._policy.learn(plan, result, advance, verification, draft_seconds, round_seconds, self._answers)
+        times = (draft_seconds, round_seconds, self._answers, own_seconds)
+        self._policy.learn(plan, result, advance, verification, *times)
         if not self._electorate.gone.isdisjoint(self._waited_for):
             # It went while this round waited for it, which no other will.
             self._electorate.policy.draft_cost.forget()

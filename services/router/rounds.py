@@ -197,6 +197,8 @@ class _Course:
         self._known: Known = {}
         self._asked: tuple[Plan, BallotBox] | None = None
         """What the next round has asked already."""
+        self._busy_s = 0.0
+        """How long this process has been busy with the round under way; never while it waited for others."""
 
     async def run(self) -> None:
         """Ends the spans in every case, and frees drafters and verifier in every case."""
@@ -222,7 +224,9 @@ class _Course:
         self._asked = None
         proposals = await voters.collect(box, plan, self._targets.vocab_size)
         draft_seconds = voters.draft_seconds
+        began = time.perf_counter()
         result = voters.vote(plan, proposals, target.verifier_id)
+        own_seconds = self._busy_s + time.perf_counter() - began
         verification, moved = await target.verify(result.draft)
         if moved:
             return await self._commit_opening(verification)
@@ -240,17 +244,22 @@ class _Course:
                 if self._asked[1].is_waiting:
                     await asyncio.sleep(0)  # let the questions be written first
         finally:
-            voters.learn(plan, result, advance, verification, draft_seconds, round_seconds)
+            began = time.perf_counter()
+            voters.learn(plan, result, advance, verification, draft_seconds, round_seconds, own_seconds)
             self._counters.count(result.draft, advance, generation, self._known)
             num_tokens, verify_seconds = len(advance.token_ids), round_seconds - draft_seconds
             self._counters.time(verification, num_tokens, draft_seconds, verify_seconds)
+            self._busy_s += time.perf_counter() - began
 
     async def _ask(self) -> tuple[Plan, BallotBox]:
         """Plan a round and ask the drafters, as soon as there is room for its draft."""
         voters = self._voters
         await self._target.room()
+        began = time.perf_counter()
         plan = voters.plan(self._generation, self._targets.context_limit, self._targets.max_draft_tokens)
-        return plan, voters.ask(plan)
+        box = voters.ask(plan)
+        self._busy_s = time.perf_counter() - began
+        return plan, box
 
     async def _commit_opening(self, verification: Verification) -> None:
         """The first token, or the first one after a move. It is no round."""

@@ -312,3 +312,18 @@ def test_the_request_ends_inside_a_draft_by_a_stop_string() -> None:
     table = pool.calibration.of("a")
     assert table.rate(128, 1) > table.rate(128, 2) == table.rate(128, 7), "depth 2 has learned nothing of its own"
     assert state.drafters["a"].num_accepted_tokens == 2
+
+
+def test_only_what_a_draft_adds_to_the_routers_work_counts() -> None:
+    """A round without a draft takes the router's own time, too: of a round that drafts only the difference is a
+    cost of drafting. A request that has ended is not waited for any more."""
+    pool = make_policy(num_speculative_tokens=4, length="fixed")
+    policy = pool.open(["a"])
+    verification = Verification(4, 0, (1,), forward_us=10_000, batch_requests=1, batch_tokens=1)
+    nothing = policy.vote(Plan(0, 0), [])
+    policy.learn(Plan(0, 0), nothing, Advance(4, (1,), 0, None), verification, 0.0, own_seconds=0.0003)
+    policy.learn(Plan(4, 8), nothing, Advance(5, (1,), 0, None), verification, 0.0, own_seconds=0.0007)
+    assert 0.0001 < pool.router_cost.seconds(4) < 0.0005
+    assert pool.num_open == 1
+    policy.close()
+    assert pool.num_open == 0

@@ -394,3 +394,19 @@ def test_a_draft_that_may_come_late_is_made_shorter() -> None:
         values = goodput(verify, draft).goodputs([0.8] * 8, Load(2, 2, num_turns=2.0))
         chosen.append(max(range(9), key=values.__getitem__))
     assert chosen[0] >= 7 > chosen[1]
+
+
+def test_requests_wait_for_the_router_while_it_drafts_for_one_another() -> None:
+    """What drafting takes of the router's own time is paid by every request that it serves: K that pays for one request
+    alone is not chosen by sixteen that the router drafts for one after the other before their step may begin."""
+    verify = measured({1: 0.012, 16: 0.013, 64: 0.015, 128: 0.02})
+    busy = DraftCost()
+    for length in (1, 2, 4, 8) * 10:
+        busy.observe(length, 0.0005 * length)
+    chosen = []
+    for load in (Load(1), Load(16, 15, num_own=1.0), Load(16, 15, num_own=16.0)):
+        policy = Goodput(8, verify, busy, PositionAcceptance(8), router_cost=busy)
+        chosen.append(policy.next_length(load))
+    assert chosen[0] > 0
+    assert chosen[1] > 0
+    assert chosen[2] == 0
