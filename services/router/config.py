@@ -16,12 +16,12 @@ from moot.core.voting import POLICIES
 from moot.core.weights import WEIGHTS
 from moot.proposers.registry import REQUEST_KINDS
 from moot.rpc.link import LinkConfig, LinkOptions
-from services.router.electorate import BallotPolicy
 from services.router.links import LinkPolicy
 from services.router.settings import HttpSettings
 from services.router.store.config import MODES, StoreConfig
 from services.router.strikes import StrikePolicy
-from services.router.verifiers import TargetPolicy
+from services.router.target_policy import TargetPolicy
+from services.router.voters import BallotPolicy
 
 _BALLOT, _STRIKES, _TARGET, _LINK_POLICY = BallotPolicy(), StrikePolicy(), TargetPolicy(), LinkPolicy()
 _STORE, _HTTP = StoreConfig(url=""), HttpSettings(served_model_names=())

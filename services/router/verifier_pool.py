@@ -11,8 +11,10 @@ from moot.core.types import ModelInfo
 from moot.metrics import Metrics
 from services.router.links import LinkPolicy
 from services.router.ports import Prefix
+from services.router.target_policy import TargetPolicy
 from services.router.targets import MovingTarget, numerics_of
-from services.router.verifiers import InsideFacts, TargetPolicy, VerifierFacts, VerifierLink
+from services.router.verifier_facts import InsideFacts, VerifierFacts
+from services.router.verifiers import VerifierLink
 
 
 class VerifierPool:

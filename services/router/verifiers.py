@@ -6,80 +6,25 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
-from moot.core.errors import (
-    DeadlineExceeded,
-    Draining,
-    InvalidRequest,
-    NoCapacity,
-    PeerError,
-    PeerLost,
-    RequestPoisoned,
-    UnknownSession,
-)
-from moot.core.generation import is_path
-from moot.core.types import Draft, ModelInfo, Verification
+from moot.core.errors import DeadlineExceeded, Draining, PeerLost
+from moot.core.types import Draft, Verification
 from moot.metrics import Metrics
 from moot.rpc import convert
 from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc
+from services.router.heartbeats import Heartbeats
 from services.router.links import LinkPolicy, PeerLink, PeerState, new_session_id
 from services.router.pool import DraftPool
 from services.router.ports import Prefix
+from services.router.target_policy import TargetPolicy
+from services.router.verifier_facts import VerifierFacts, checked, failure_of
 from services.router.verify_sessions import VerifySession
 
 _log = logging.getLogger("moot.router.verifiers")
-
-_FAILURES: dict[int, Callable[[str], Exception]] = {
-    pb.SessionFailed.CODE_UNKNOWN_SESSION: UnknownSession,
-    pb.SessionFailed.CODE_INVALID: InvalidRequest,
-    pb.SessionFailed.CODE_POISONED: RequestPoisoned,
-    pb.SessionFailed.CODE_NO_CAPACITY: NoCapacity,
-    pb.SessionFailed.CODE_DRAINING: Draining,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetPolicy:
-    """Bounds of everything that waits for a verifier; durations in seconds."""
-
-    heartbeat_interval_s: float = 1.0
-    max_missed_heartbeats: int = 3
-    open_timeout_s: float = 300.0
-    verify_timeout_s: float = 60.0
-    no_verifier_wait_s: float = 10.0
-    retry_after_s: float = 1.0
-    max_moves: int = 3
-    max_kills: int = 2
-    probation_wait_s: float = 5.0
-    capacity_retry_s: float = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class InsideFacts:
-    """A drafter inside a verifier."""
-
-    drafter_id: str
-    kind: str
-    family: str
-
-
-@dataclass(frozen=True, slots=True)
-class VerifierFacts:
-    """What Describe said of the verifier at one address."""
-
-    info: ModelInfo
-    numerics_fingerprint: str
-    max_num_seqs: int
-    max_draft_tokens: int
-    kv_capacity_tokens: int
-    deterministic: bool
-    drafters: tuple[InsideFacts, ...] = ()
-    """Those that live inside it."""
 
 
 class VerifierLink(PeerLink[pb.VerifyCommand]):
@@ -106,12 +51,7 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         self._metrics = metrics
         self._sessions: dict[int, VerifySession] = {}
         self._beat_timer: asyncio.TimerHandle | None = None
-        self._heard = True
-        self._num_missed = 0
-        self._num_stuck = 0
-        self._last_step = -1
-        self._beat_step = -1
-        self._num_queued = 0
+        self._heartbeats = self._new_heartbeats()
         self._retired = False
         self._left_by_all = asyncio.Event()
 
@@ -122,7 +62,7 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
     @property
     def is_in_doubt(self) -> bool:
         """Whether it has missed a heartbeat or stood still for one, and is not given up yet."""
-        return self._num_missed > 0 or self._num_stuck > 0
+        return self._heartbeats.is_in_doubt
 
     def open(self, prefix: Prefix, num_top_candidates: int) -> VerifySession:
         """Send an opening; `VerifySession.answer` waits for it. Raises PeerLost."""
@@ -181,22 +121,13 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
 
     async def _describe(self, channel: grpc.aio.Channel) -> None:
         answer = await verifier_service_pb2_grpc.VerifierServiceStub(channel).Describe(pb.DescribeVerifierRequest())
-        facts = VerifierFacts(
-            info=convert.model_info_from_pb(answer.model),
-            numerics_fingerprint=answer.numerics_fingerprint,
-            max_num_seqs=max(1, answer.max_num_seqs),
-            max_draft_tokens=answer.max_draft_tokens,
-            kv_capacity_tokens=answer.kv_capacity_tokens,
-            deterministic=answer.deterministic,
-            drafters=tuple(InsideFacts(one.drafter_id, one.kind, one.family or one.kind) for one in answer.drafters),
-        )
+        facts = VerifierFacts.from_pb(answer)
         self._admit(self.address, facts)
         self.facts = facts
         self.pool = DraftPool(facts.max_num_seqs, self._metrics.pool_depth.inc)
 
     def _open_stream(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[Any, Any]:
-        self._heard, self._num_missed, self._num_stuck, self._num_queued = True, 0, 0, 0
-        self._last_step = self._beat_step = -1
+        self._heartbeats = self._new_heartbeats()
         self._schedule_beat()
         return verifier_service_pb2_grpc.VerifierServiceStub(channel).Verify()
 
@@ -207,9 +138,7 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         for answer in response.answers:
             kind = answer.WhichOneof("answer")
             if kind == "heartbeat":
-                self._heard = True
-                self._last_step = answer.heartbeat.step_counter
-                self._num_queued = answer.heartbeat.num_queued
+                self._heartbeats.hear(answer.heartbeat)
             elif kind == "drain":
                 if self.state is PeerState.READY:
                     self._set_state(PeerState.DRAINING)
@@ -233,27 +162,13 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
             failed = answer.failed
             if failed.code == pb.SessionFailed.CODE_DRAINING and self.state is PeerState.READY:
                 self._set_state(PeerState.DRAINING)
-            make = _FAILURES.get(failed.code, PeerError)
-            if make is UnknownSession and session.is_opening:
-                # It cannot fail to know what it is being told: count it among the verifier's own faults.
-                make = PeerError
             self.detach(session)
-            session.fail(make(failed.message or "the verifier gave the session up"))
+            session.fail(failure_of(failed, session.is_opening))
         else:
             raise ValueError("an answer without content")
 
     def _checked(self, verification: Verification, session: VerifySession) -> Verification:
-        """Raises ValueError: a verifier that breaks the contract is not used further."""
-        output, accepted = verification.output_token_ids, verification.num_accepted
-        if not accepted <= len(output) <= accepted + 1 or accepted > len(session.draft):
-            raise ValueError("the counts of tokens do not fit")
-        if not is_path(session.draft, output[:accepted]):
-            raise ValueError("the accepted tokens are no path of the draft")
-        if verification.finish_reason is None and len(output) != accepted + 1:
-            raise ValueError("no next token, and no end")
-        if self.facts is not None and output and max(output) >= self.facts.info.vocab_size:
-            raise ValueError("an id outside the vocabulary")
-        return verification
+        return checked(verification, session.draft, self.facts.info.vocab_size if self.facts else None)
 
     def _lost(self, reason: str) -> None:
         if self._beat_timer is not None:
@@ -273,24 +188,17 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
             session.is_blameless = True
         super()._overflow(reason)
 
+    def _new_heartbeats(self) -> Heartbeats:
+        return Heartbeats(self._target_policy.max_missed_heartbeats, self._metrics)
+
     def _schedule_beat(self) -> None:
         interval = self._target_policy.heartbeat_interval_s
         self._beat_timer = asyncio.get_running_loop().call_later(interval, self._beat)
 
     def _beat(self) -> None:
         """Once per interval: did it answer, does its compute thread move, does anybody wait too long."""
-        self._num_missed = 0 if self._heard else self._num_missed + 1
-        if not self._heard:
-            self._metrics.heartbeats_missed.labels("missed").inc()
-        stuck = self._num_queued > 0 and self._last_step == self._beat_step
-        self._num_stuck = self._num_stuck + 1 if stuck else 0
-        if stuck:
-            self._metrics.heartbeats_missed.labels("stuck").inc()
-        self._heard, self._beat_step = False, self._last_step
-        limit = self._target_policy.max_missed_heartbeats
-        if max(self._num_missed, self._num_stuck) >= limit:
-            word = "missed" if self._num_missed >= limit else "without progress"
-            self.break_stream(f"{limit} heartbeats {word}")
+        if (reason := self._heartbeats.judge()) is not None:
+            self.break_stream(reason)
             return
         now = asyncio.get_running_loop().time()
         for session in [session for session in self._sessions.values() if session.is_overdue(now)]:

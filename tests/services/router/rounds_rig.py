@@ -14,17 +14,18 @@ from moot.metrics import Metrics
 from moot.rpc.link import LinkConfig
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, byte_tokenizer
 from services.router.drafter_pools import DrafterPool
-from services.router.electorate import BallotPolicy, Electorate
+from services.router.electorate import Electorate
 from services.router.links import LinkPolicy
 from services.router.rounds import Rounds, ServedModel
 from services.router.stop_strings import StopStrings
 from services.router.store import MemoryStore
 from services.router.strikes import StrikePolicy
+from services.router.target_policy import TargetPolicy
 from services.router.text import IncrementalText
 from services.router.token_bytes import TokenBytes
 from services.router.types import GenerationChunk, GenerationMetrics, GenerationRequest
 from services.router.verifier_pool import VerifierPool
-from services.router.verifiers import TargetPolicy
+from services.router.voters import BallotPolicy
 
 BYTES = TokenBytes(byte_tokenizer())
 FAST_LINK = LinkPolicy(

@@ -8,9 +8,9 @@ import pytest
 from rounds_rig import QUICK_BALLOT, eventually, request, rig
 
 from moot.testing import Manner, ScriptedDrafter, ScriptedText, ScriptedVerifier
-from services.router.electorate import BallotPolicy
 from services.router.links import PeerState
 from services.router.strikes import StrikePolicy
+from services.router.voters import BallotPolicy
 
 TEXT = ScriptedText()
 

@@ -15,9 +15,9 @@ from rounds_rig import FAST_TARGET, Rig, eventually, request, rig
 
 from moot.core.types import FinishReason, SamplingParams
 from moot.testing import END_TOKEN_ID, Manner, ScriptedDrafter, ScriptedText, ScriptedVerifier
-from services.router.electorate import BallotPolicy
 from services.router.strikes import StrikePolicy
 from services.router.types import GenerationRequest
+from services.router.voters import BallotPolicy
 
 PATIENT_TARGET = dataclasses.replace(
     FAST_TARGET, max_moves=10_000, max_kills=10_000, no_verifier_wait_s=20, probation_wait_s=0.2

@@ -17,8 +17,9 @@ from moot.core.types import Proposal, SamplingParams, Verification
 from moot.metrics import Metrics
 from moot.testing import ScriptedText, ScriptedVerifier
 from moot.testing.sessions import VerifiedSession
-from services.router.electorate import BallotPolicy, Electorate
+from services.router.electorate import Electorate
 from services.router.ports import Prefix
+from services.router.voters import BallotPolicy
 
 Rule = Callable[[VerifiedSession, int, int], Sequence[tuple[int, ...]]]
 

@@ -9,9 +9,10 @@ from rounds_rig import request, rig
 
 from moot.core.panel import USELESS, WINDOW
 from moot.testing import Manner, ScriptedDrafter, ScriptedText
-from services.router.electorate import TRIED_IN, BallotPolicy
+from services.router.electorate import TRIED_IN
 from services.router.links import PeerState
 from services.router.strikes import StrikePolicy
+from services.router.voters import BallotPolicy
 
 TEXT = ScriptedText()
 PROMPT = b"the moot debates"

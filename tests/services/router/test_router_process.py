@@ -32,13 +32,13 @@ from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
 from services.drafter.config import DrafterConfig
 from services.router.config import RouterConfig
-from services.router.electorate import BallotPolicy
 from services.router.lifecycle import serve
 from services.router.links import LinkPolicy
 from services.router.settings import HttpSettings
 from services.router.store import StoreConfig
 from services.router.strikes import StrikePolicy
-from services.router.verifiers import TargetPolicy
+from services.router.target_policy import TargetPolicy
+from services.router.voters import BallotPolicy
 from services.verifier.config import VerifierConfig
 
 TEXT = ScriptedText()
