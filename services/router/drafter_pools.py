@@ -135,8 +135,11 @@ class DrafterPool:
         return PooledDrafter(self, prefix)
 
     def choose(self) -> DrafterLink | None:
-        """The least loaded replica that can be asked."""
-        return min((link for link in self.links.values() if link.is_ready), key=lambda link: link.load, default=None)
+        """The least loaded replica that can be asked, in turn."""
+        chosen = min((link for link in self.links.values() if link.is_ready), key=lambda link: link.rank, default=None)
+        if chosen is not None:
+            chosen.take_turn()
+        return chosen
 
     async def set_addresses(self, addresses: Iterable[str]) -> None:
         wanted = set(addresses)

@@ -69,6 +69,7 @@ class _Queued(Generic[CommandT]):
 
 
 _session_ids = itertools.count(secrets.randbits(31) << 32 | 1)
+_turns = itertools.count(1)
 
 
 def new_session_id() -> int:
@@ -88,6 +89,8 @@ class PeerLink(ABC, Generic[CommandT]):
         self.address = address
         self.state = PeerState.CONNECTING
         self.refusal: str | None = None
+        # Routers that have chosen nobody yet must not all begin with the same one.
+        self._last_turn = -random.random()
         self._has_left = False
         self._policy = policy
         self._on_state = on_state
@@ -118,6 +121,16 @@ class PeerLink(ABC, Generic[CommandT]):
     @abstractmethod
     def load(self) -> int:
         """Sessions open here."""
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """The least is to be chosen next: the least loaded, and of equals the one not chosen for longest. Without the
+        second part the same one would get everything as long as nobody is busy."""
+        return self.load, self._last_turn
+
+    def take_turn(self) -> None:
+        """It has been chosen."""
+        self._last_turn = next(_turns)
 
     @abstractmethod
     async def _describe(self, channel: grpc.aio.Channel) -> None:

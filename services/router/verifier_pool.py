@@ -105,7 +105,7 @@ class VerifierPool:
         self._on_state()
 
     async def choose(self, numerics: str, avoid: set[VerifierLink], deadline: float) -> VerifierLink:
-        """The least loaded verifier, one with these numerics if there is one; waits until `deadline` (loop time).
+        """The least loaded verifier, in turn, one with these numerics if there is one; waits until `deadline` (loop time).
 
         `avoid`: those that had no capacity a moment ago; empty again when nobody else is left. Raises NoCapacity.
         """
@@ -113,7 +113,9 @@ class VerifierPool:
         while True:
             ready = [link for link in self.links.values() if link.is_ready and link not in avoid]
             if ready:
-                return min(ready, key=lambda link: (numerics_of(link) != numerics, link.is_in_doubt, link.load))
+                chosen = min(ready, key=lambda link: (numerics_of(link) != numerics, link.is_in_doubt, link.rank))
+                chosen.take_turn()
+                return chosen
             now = loop.time()
             if now >= deadline:
                 problem = "has room" if avoid else "can be reached"

@@ -6,7 +6,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +52,12 @@ class Process:
         return int(self.child.facts["metrics_port"])
 
     @property
+    def host(self) -> str:
+        return self.flags[self.flags.index("--host") + 1]
+
+    @property
     def address(self) -> str:
-        return f"{LOOPBACK}:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def is_running(self) -> bool:
@@ -99,7 +103,7 @@ class Process:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of `name` (full name, with `_total`) that have these labels."""
-        url = f"http://{LOOPBACK}:{self.metrics_port}/metrics"
+        url = f"http://{self.host}:{self.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=SETTLE_S) as response:
             text = response.read().decode()
         return sum(
@@ -112,7 +116,7 @@ class Process:
     def probe(self, path: str) -> int:
         """Status of GET `path` on the metrics port."""
         try:
-            with urllib.request.urlopen(f"http://{LOOPBACK}:{self.metrics_port}{path}", timeout=SETTLE_S) as response:
+            with urllib.request.urlopen(f"http://{self.host}:{self.metrics_port}{path}", timeout=SETTLE_S) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -141,9 +145,17 @@ def equal_to(wanted: float) -> Callable[[float], bool]:
     return lambda value: value == wanted
 
 
-def spawn(supervisor: Supervisor, name: str, role: str, flags: Sequence[str], faults: str) -> Child:
+def spawn(
+    supervisor: Supervisor,
+    name: str,
+    role: str,
+    flags: Sequence[str],
+    faults: str,
+    more_environ: Mapping[str, str] | None = None,
+) -> Child:
     environ = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return supervisor.service(name, role, list(flags), environ=environ | {"MOOT_FAULTS": faults}, essential=False)
+    environ |= {"MOOT_FAULTS": faults, **(more_environ or {})}
+    return supervisor.service(name, role, list(flags), environ=environ, essential=False)
 
 
 def _with_flag(flags: Sequence[str], flag: str, value: str) -> tuple[str, ...]:

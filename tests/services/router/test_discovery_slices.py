@@ -7,191 +7,18 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from kubernetes import client
 from kubernetes.config import kube_config
+from slice_server import DEADLINE_S, ApiServer, endpoint, kubeconfig, slice_of
 
 from moot.core.errors import ConfigError
 from services.router.discovery import JoinedPeers, StaticPeers, parse_source
 from services.router.endpoint_slices import SlicePeers, parse_slices, serving_hosts
 
-DEADLINE_S = 20.0
 SERVICE = "moot-verifier"
-
-
-def endpoint(address: str, **conditions: bool) -> dict[str, Any]:
-    return {"addresses": [address], "conditions": conditions or {"ready": True, "serving": True, "terminating": False}}
-
-
-def slice_of(name: str, *endpoints: dict[str, Any], service: str = SERVICE) -> dict[str, Any]:
-    metadata = {"name": name, "labels": {"kubernetes.io/service-name": service}}
-    return {"metadata": metadata, "addressType": "IPv4", "endpoints": list(endpoints)}
-
-
-class ApiServer:
-    """List and watch of the EndpointSlices of one namespace, on a free loopback port; misbehaves when told to."""
-
-    def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.slices: dict[str, dict[str, Any]] = {}
-        self.events: list[tuple[int, dict[str, Any]]] = []
-        self.version = 100
-        self.cut = 0
-        """Watches begun before this count are cut."""
-        self.watches = 0
-        self.lists = 0
-        self.answers: list[Any] = []
-        """What the next lists are answered with instead: a status, or a body."""
-        self.refuse_watches = 0
-        self.server: ThreadingHTTPServer | None = None
-        self.port = 0
-        self.start()
-
-    def start(self) -> None:
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                outer.answer(self)
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        self.server.daemon_threads = True
-        self.port = self.server.server_port
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-    def stop(self) -> None:
-        """Nobody listens any more, and every connection is cut."""
-        assert self.server is not None
-        self.server.shutdown()
-        self.server.server_close()
-        self.cut_watches()
-
-    def cut_watches(self) -> None:
-        with self.condition:
-            self.cut = self.watches
-            self.condition.notify_all()
-
-    def put(self, item: dict[str, Any], told: bool = True) -> None:
-        """A slice is made or changed. `told`: whether watches hear of it."""
-        with self.condition:
-            name = item["metadata"]["name"]
-            kind = "MODIFIED" if name in self.slices else "ADDED"
-            self.slices[name] = item
-            self._note(kind, item, told)
-
-    def delete(self, name: str, told: bool = True) -> None:
-        with self.condition:
-            self._note("DELETED", self.slices.pop(name), told)
-
-    def say(self, event: dict[str, Any]) -> None:
-        """Any event to all watches."""
-        with self.condition:
-            self.version += 1
-            self.events.append((self.version, event))
-            self.condition.notify_all()
-
-    def _note(self, kind: str, item: dict[str, Any], told: bool) -> None:
-        self.version += 1
-        if told:
-            self.events.append((self.version, {"type": kind, "object": item}))
-            self.condition.notify_all()
-
-    def answer(self, request: BaseHTTPRequestHandler) -> None:
-        url = urlsplit(request.path)
-        query = {key: values[0] for key, values in parse_qs(url.query).items()}
-        assert url.path == "/apis/discovery.k8s.io/v1/namespaces/serving/endpointslices"
-        assert query["labelSelector"] == f"kubernetes.io/service-name={SERVICE}"
-        if query.get("watch", "").lower() == "true":
-            self._answer_watch(request, query)
-        else:
-            self._answer_list(request)
-
-    def _answer_list(self, request: BaseHTTPRequestHandler) -> None:
-        with self.condition:
-            self.lists += 1
-            self.condition.notify_all()
-            special = self.answers.pop(0) if self.answers else None
-            version = str(self.version)
-            body: Any = {"metadata": {"resourceVersion": version}, "items": list(self.slices.values())}
-        status = 200
-        if isinstance(special, int):
-            status, body = special, {"kind": "Status", "code": special}
-        elif special is not None:
-            body = special
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request.send_response(status)
-        request.send_header("Content-Type", "application/json")
-        request.send_header("Content-Length", str(len(data)))
-        request.end_headers()
-        request.wfile.write(data)
-
-    def _answer_watch(self, request: BaseHTTPRequestHandler, query: dict[str, str]) -> None:
-        assert query["allowWatchBookmarks"].lower() == "true"
-        seen = int(query["resourceVersion"])
-        with self.condition:
-            self.watches += 1
-            number = self.watches
-            refused, self.refuse_watches = self.refuse_watches > 0, max(0, self.refuse_watches - 1)
-            self.condition.notify_all()
-        if refused:
-            request.send_response(410)
-            request.send_header("Content-Length", "0")
-            request.end_headers()
-            return
-        request.send_response(200)
-        request.send_header("Content-Type", "application/json")
-        request.send_header("Transfer-Encoding", "chunked")
-        request.end_headers()
-        ends = threading.Event()
-        timer = threading.Timer(int(query["timeoutSeconds"]), lambda: (ends.set(), self._wake()))
-        timer.daemon = True
-        timer.start()
-        try:
-            while True:
-                with self.condition:
-                    fresh = [(version, event) for version, event in self.events if version > seen]
-                    if not fresh and number > self.cut and not ends.is_set():
-                        self.condition.wait()
-                        continue
-                    if number <= self.cut:
-                        # In the middle of an event, as a connection that breaks does.
-                        half = b'{"type": "ADDED", "obj'
-                        request.wfile.write(b"%x\r\n%s\r\n" % (len(half), half))
-                        request.close_connection = True
-                        request.connection.close()
-                        return
-                for version, event in fresh:
-                    line = json.dumps(event).encode() + b"\n"
-                    request.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
-                    seen = version
-                request.wfile.flush()
-                if ends.is_set() and not fresh:
-                    request.wfile.write(b"0\r\n\r\n")
-                    return
-        except OSError:
-            request.close_connection = True
-        finally:
-            timer.cancel()
-
-    def _wake(self) -> None:
-        with self.condition:
-            self.condition.notify_all()
-
-    async def until(self, true: Callable[[ApiServer], bool]) -> None:
-        def wait() -> bool:
-            with self.condition:
-                return self.condition.wait_for(lambda: true(self), DEADLINE_S)
-
-        assert await asyncio.to_thread(wait), "the API server was not asked in time"
 
 
 class Heard:
@@ -261,15 +88,15 @@ def test_pods_come_and_go(server: ApiServer) -> None:
 
     async def scenario(server: ApiServer, heard: Heard) -> None:
         await heard.until("10.0.0.1")
-        server.put(slice_of("a", endpoint("10.0.0.1"), endpoint("10.0.0.2")))
+        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1"), endpoint("10.0.0.2")))
         await heard.until("10.0.0.1", "10.0.0.2")
-        server.put(slice_of("a", endpoint("10.0.0.2")))
+        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2")))
         await heard.until("10.0.0.2")
         server.delete("a")
         await heard.until()
         assert server.lists == 1
 
-    server.put(slice_of("a", endpoint("10.0.0.1")))
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
     run(server, scenario)
 
 
@@ -278,20 +105,21 @@ def test_several_slices_are_one_service(server: ApiServer) -> None:
 
     async def scenario(server: ApiServer, heard: Heard) -> None:
         await heard.until("10.0.0.1", "10.0.0.2", "10.0.0.3")
-        server.put(slice_of("a", endpoint("10.0.0.1")))
-        server.put(slice_of("c", endpoint("10.0.0.4")))
+        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
+        server.put(slice_of(SERVICE, "c", endpoint("10.0.0.4")))
         await heard.until("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4")
         server.delete("b")
         await heard.until("10.0.0.1", "10.0.0.4")
 
-    server.put(slice_of("a", endpoint("10.0.0.1"), endpoint("10.0.0.2")))
-    server.put(slice_of("b", endpoint("10.0.0.2"), endpoint("10.0.0.3")))
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1"), endpoint("10.0.0.2")))
+    server.put(slice_of(SERVICE, "b", endpoint("10.0.0.2"), endpoint("10.0.0.3")))
     run(server, scenario)
 
 
 def test_only_pods_that_serve_and_stay_are_peers() -> None:
     """Ready or serving, and not terminating; conditions that are absent mean the best."""
     item = slice_of(
+        SERVICE,
         "a",
         endpoint("10.0.0.1", ready=True, serving=True, terminating=False),
         endpoint("10.0.0.2", ready=False, serving=True, terminating=True),
@@ -312,7 +140,7 @@ def test_addresses_of_the_sixth_version_are_bracketed(server: ApiServer) -> None
     async def scenario(server: ApiServer, heard: Heard) -> None:
         await heard.until("[fd00::1]")
 
-    server.put({**slice_of("a", endpoint("fd00::1")), "addressType": "IPv6"})
+    server.put({**slice_of(SERVICE, "a", endpoint("fd00::1")), "addressType": "IPv6"})
     run(server, scenario)
 
 
@@ -322,12 +150,12 @@ def test_missed_events_are_made_up_for(server: ApiServer) -> None:
     async def scenario(server: ApiServer, heard: Heard) -> None:
         await heard.until("10.0.0.1")
         await server.until(lambda server: server.watches == 1)
-        server.put(slice_of("a", endpoint("10.0.0.2")), told=False)
+        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2")), told=False)
         server.cut_watches()
         await heard.until("10.0.0.2")
         assert heard.lists == [{"10.0.0.1:7100"}, {"10.0.0.2:7100"}]
 
-    server.put(slice_of("a", endpoint("10.0.0.1")))
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
     run(server, scenario)
 
 
@@ -336,10 +164,10 @@ def test_a_watch_that_ends_in_time_is_followed_by_a_list(server: ApiServer) -> N
 
     async def scenario(server: ApiServer, heard: Heard) -> None:
         await heard.until("10.0.0.1")
-        server.put(slice_of("a", endpoint("10.0.0.2")), told=False)
+        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2")), told=False)
         await heard.until("10.0.0.2")
 
-    server.put(slice_of("a", endpoint("10.0.0.1")))
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
     run(server, scenario, watch_s=1)
 
 
@@ -350,7 +178,7 @@ def test_a_version_that_is_gone_is_listed_anew(server: ApiServer, how: str) -> N
     async def scenario(server: ApiServer, heard: Heard) -> None:
         await heard.until("10.0.0.1")
         await server.until(lambda server: server.watches == 1)
-        server.put(slice_of("a", endpoint("10.0.0.2")), told=False)
+        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2")), told=False)
         if how == "event":
             server.say({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}})
         else:
@@ -358,10 +186,10 @@ def test_a_version_that_is_gone_is_listed_anew(server: ApiServer, how: str) -> N
             server.cut_watches()
         await heard.until("10.0.0.2")
         assert set() not in heard.lists
-        server.put(slice_of("a", endpoint("10.0.0.3")))
+        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.3")))
         await heard.until("10.0.0.3")
 
-    server.put(slice_of("a", endpoint("10.0.0.1")))
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
     run(server, scenario)
 
 
@@ -371,12 +199,12 @@ def test_bookmarks_change_nothing(server: ApiServer) -> None:
     async def scenario(server: ApiServer, heard: Heard) -> None:
         await heard.until("10.0.0.1")
         server.say({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "999"}}})
-        server.put(slice_of("b", endpoint("10.0.0.2")))
+        server.put(slice_of(SERVICE, "b", endpoint("10.0.0.2")))
         await heard.until("10.0.0.1", "10.0.0.2")
         assert len(heard.lists) == 2
         assert server.lists == 1
 
-    server.put(slice_of("a", endpoint("10.0.0.1")))
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
     run(server, scenario)
 
 
@@ -392,13 +220,13 @@ def test_a_wrong_answer_empties_nothing(server: ApiServer, answer: Any) -> None:
         await heard.until("10.0.0.1")
         await server.until(lambda server: server.watches == 1)
         server.answers = [answer, answer]
-        server.put(slice_of("a", endpoint("10.0.0.2")), told=False)
+        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2")), told=False)
         server.cut_watches()
         await heard.until("10.0.0.2")
         assert server.answers == []
         assert heard.lists == [{"10.0.0.1:7100"}, {"10.0.0.2:7100"}]
 
-    server.put(slice_of("a", endpoint("10.0.0.1")))
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
     run(server, scenario)
 
 
@@ -411,11 +239,11 @@ def test_nonsense_in_a_watch_empties_nothing(server: ApiServer, event: Any) -> N
         await server.until(lambda server: server.watches == 1)
         server.say(event)
         await server.until(lambda server: server.watches >= 2)
-        server.put(slice_of("a", endpoint("10.0.0.2")))
+        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2")))
         await heard.until("10.0.0.2")
         assert set() not in heard.lists
 
-    server.put(slice_of("a", endpoint("10.0.0.1")))
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
     run(server, scenario)
 
 
@@ -430,11 +258,11 @@ def test_an_outage_keeps_the_last_list(server: ApiServer, outage_s: float) -> No
         # The outage itself: its length is what is tested.
         await asyncio.sleep(outage_s)
         assert heard.lists == [{"10.0.0.1:7100", "10.0.0.2:7100"}]
-        server.put(slice_of("a", endpoint("10.0.0.2"), endpoint("10.0.0.3")), told=False)
+        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2"), endpoint("10.0.0.3")), told=False)
         server.start()
         await heard.until("10.0.0.2", "10.0.0.3")
 
-    server.put(slice_of("a", endpoint("10.0.0.1"), endpoint("10.0.0.2")))
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1"), endpoint("10.0.0.2")))
     run(server, scenario)
 
 
@@ -444,7 +272,7 @@ def test_a_server_that_is_not_there_yet_is_waited_for() -> None:
     async def scenario(server: ApiServer, heard: Heard) -> None:
         await asyncio.sleep(0.3)
         assert heard.lists == []
-        server.put(slice_of("a", endpoint("10.0.0.1")))
+        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
         server.start()
         await heard.until("10.0.0.1")
 
@@ -463,7 +291,7 @@ def test_a_silent_watch_is_let_go(server: ApiServer) -> None:
         await heard.until("10.0.0.1")
         await server.until(lambda server: server.watches == 1)
 
-    server.put(slice_of("a", endpoint("10.0.0.1")))
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
     run(server, scenario)
 
 
@@ -485,11 +313,7 @@ def test_outside_a_cluster_the_kubeconfig_says_where_it_is(
 ) -> None:
     """A router on somebody's own machine finds the pods of the cluster that kubectl would ask."""
     path = tmp_path / "config"
-    named = {"name": "test", "cluster": {"server": f"http://127.0.0.1:{server.port}"}}
-    context = {"name": "test", "context": {"cluster": "test", "user": "test"}}
-    users = [{"name": "test", "user": {"token": "abc"}}]
-    config = {"clusters": [named], "contexts": [context], "users": users, "current-context": "test"}
-    path.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", **config}))
+    path.write_text(json.dumps(kubeconfig(server.port)))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
 
@@ -500,7 +324,7 @@ def test_outside_a_cluster_the_kubeconfig_says_where_it_is(
         await watching.aclose()
         await no_threads()
 
-    server.put(slice_of("a", endpoint("10.0.0.1")))
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
     asyncio.run(main())
 
 
@@ -519,5 +343,5 @@ def test_it_joins_other_sources(server: ApiServer) -> None:
         await joined.aclose()
         await no_threads()
 
-    server.put(slice_of("a", endpoint("10.0.0.1")))
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
     asyncio.run(main())
