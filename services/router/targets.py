@@ -64,7 +64,8 @@ class MovingTarget:
             raise UnknownSession("verified before it was opened")
         if not session.is_alive:
             self._leave(session.link.loss("lost between two rounds"), was_computing=False)
-        elif not session.link.is_ready:
+        elif not session.link.is_ready and self._pool.is_available:
+            # One that goes away finishes what it has, as long as nobody else can take it.
             self._leave(Draining("the verifier goes away"), was_computing=False)
         else:
             try:

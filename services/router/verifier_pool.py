@@ -105,7 +105,7 @@ class VerifierPool:
         self._on_state()
 
     async def choose(self, numerics: str, avoid: set[VerifierLink], deadline: float) -> VerifierLink:
-        """The least loaded verifier, in turn, one with these numerics if there is one; waits until `deadline` (loop time).
+        """The next verifier, the least loaded, with these numerics if there is one; waits until `deadline` (loop time).
 
         `avoid`: those that had no capacity a moment ago; empty again when nobody else is left. Raises NoCapacity.
         """

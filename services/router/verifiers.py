@@ -53,6 +53,8 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         self._beat_timer: asyncio.TimerHandle | None = None
         self._heartbeats = self._new_heartbeats()
         self._retired = False
+        self._goes_away = False
+        """It has said so, on this stream."""
         self._left_by_all = asyncio.Event()
 
     @property
@@ -111,9 +113,9 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         await self.stop()
 
     def loss(self, reason: str) -> PeerLost | Draining:
-        """What the end of its stream means for a session: nobody lost a verifier that was taken away."""
+        """What the end of its stream means for a session: nobody lost a verifier that was taken away, or went."""
         problem = f"verifier {self.address}: {reason}"
-        return Draining(problem) if self._retired else PeerLost(problem)
+        return Draining(problem) if self._retired or self._goes_away else PeerLost(problem)
 
     def drop(self, reason: str) -> None:
         """Count an answer that fitted no open wait."""
@@ -128,6 +130,7 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
 
     def _open_stream(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[Any, Any]:
         self._heartbeats = self._new_heartbeats()
+        self._goes_away = False
         self._schedule_beat()
         return verifier_service_pb2_grpc.VerifierServiceStub(channel).Verify()
 
@@ -140,8 +143,7 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
             if kind == "heartbeat":
                 self._heartbeats.hear(answer.heartbeat)
             elif kind == "drain":
-                if self.state is PeerState.READY:
-                    self._set_state(PeerState.DRAINING)
+                self._go_away()
             elif (session := self._sessions.get(answer.session_id)) is None:
                 self.drop("stale")
             else:
@@ -160,12 +162,17 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
                 session.resolve(self._checked(convert.opened_from_pb(answer.opened), session))
         elif kind == "failed":
             failed = answer.failed
-            if failed.code == pb.SessionFailed.CODE_DRAINING and self.state is PeerState.READY:
-                self._set_state(PeerState.DRAINING)
+            if failed.code == pb.SessionFailed.CODE_DRAINING:
+                self._go_away()
             self.detach(session)
             session.fail(failure_of(failed, session.is_opening))
         else:
             raise ValueError("an answer without content")
+
+    def _go_away(self) -> None:
+        self._goes_away = True
+        if self.state is PeerState.READY:
+            self._set_state(PeerState.DRAINING)
 
     def _checked(self, verification: Verification, session: VerifySession) -> Verification:
         return checked(verification, session.draft, self.facts.info.vocab_size if self.facts else None)

@@ -205,6 +205,33 @@ def test_draining_verifier_is_left_without_a_failed_request() -> None:
     asyncio.run(main())
 
 
+def test_the_only_verifier_keeps_its_sessions_while_it_drains_until_there_is_another() -> None:
+    """Nobody could take them; once somebody can they move, without a gap."""
+
+    async def main() -> None:
+        verifiers = two()
+        verifiers[0].step_s = 0.02
+        async with rig(text=TEXT, verifiers=verifiers[:1]) as router:
+            asked = request(max_tokens=300)
+            task = asyncio.create_task(router.generate(asked))
+            await eventually(lambda: router.counter("rounds_total") > 5)
+            verifiers[0].drain()
+            await eventually(lambda: not router.targets.is_available)
+            rounds = router.counter("rounds_total")
+            await eventually(lambda: router.counter("rounds_total") > rounds + 5)
+            assert verifiers[0].num_sessions == 1
+            await verifiers[1].start()
+            router.verifiers.append(verifiers[1])
+            await router.targets.set_addresses([verifier.address for verifier in verifiers])
+            await eventually(lambda: verifiers[1].num_sessions == 1)
+            outcome = await task
+            assert outcome.token_ids == router.plain(asked)[0]
+            assert router.counter("request_moves_total", reason="draining") == 1
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
 def test_a_verifier_whose_address_is_gone_is_drained() -> None:
     """Taken out of discovery it serves its rounds to their end; requests move at the next one, and count no loss."""
 
