@@ -228,6 +228,7 @@ def test_the_only_verifier_keeps_its_sessions_while_it_drains_until_there_is_ano
             assert outcome.token_ids == router.plain(asked)[0]
             assert router.counter("request_moves_total", reason="draining") == 1
             await router.nothing_left()
+        await verifiers[1].kill()
 
     asyncio.run(main())
 
