@@ -132,11 +132,12 @@ def make_policy(
     families: Mapping[str, str] | None = None,
     cascade: float = ALWAYS_ASK,
     asks: str = PAYING,
+    priors: Mapping[str, float] | None = None,
 ) -> PoolPolicy:
     """A bundle from names. Raises ConfigError for an unknown name, with the known ones, and for limits out of range.
 
     `num_speculative_tokens`: the greatest K; `max_draft_tokens`: nodes in one draft; `families`: drafter id to family;
-    `cascade`, `asks`: see PoolPolicy.
+    `cascade`, `asks`: see PoolPolicy; `priors`: drafter id to the weight it starts with, 1 for all others.
     """
     named("vote", vote, POLICIES)
     named("shape", shape, SHAPES)
@@ -160,4 +161,5 @@ def make_policy(
         positions=PositionAcceptance(num_speculative_tokens, decay=0.995),
         cascade=cascade,
         asks=asks,
+        pool_weights=PoolWeights(priors=priors),
     )

@@ -188,10 +188,14 @@ class PoolWeights:
     electorate keep theirs.
     """
 
-    def __init__(self, rate: float = 0.1) -> None:
+    def __init__(self, rate: float = 0.1, priors: Mapping[str, float] | None = None) -> None:
+        """`priors`: what drafters start with that are not average."""
         if not 0 < rate <= 1:
             raise ValueError("rate must be in (0, 1]")
+        if any(not 0 < prior < math.inf for prior in (priors or {}).values()):
+            raise ValueError("priors must be positive and finite")
         self._rate = rate
+        self._priors = dict(priors or {})
         self._numbers: dict[str, float] = {}
 
     @property
@@ -201,15 +205,19 @@ class PoolWeights:
 
     def start(self, drafter_ids: Sequence[str]) -> dict[str, float]:
         """Weights, summing to 1, for a request that uses these drafters."""
-        numbers = {id_: self._numbers.setdefault(id_, 1.0) for id_ in drafter_ids}
+        numbers = {id_: self._number(id_) for id_ in drafter_ids}
         total = sum(numbers.values())
         return {id_: number / total for id_, number in numbers.items()}
 
     def flow_back(self, weights: Mapping[str, float]) -> None:
         """`weights`: what `numbers` of a finished request's Weights were."""
-        total = sum(self._numbers.setdefault(id_, 1.0) for id_ in weights)
+        total = sum(self._number(id_) for id_ in weights)
         for id_, weight in weights.items():
             self._numbers[id_] += self._rate * (weight * total - self._numbers[id_])
 
+    def _number(self, drafter_id: str) -> float:
+        return self._numbers.setdefault(drafter_id, self._priors.get(drafter_id, 1.0))
+
     def forget(self, drafter_id: str) -> None:
+        """It starts anew, with what it started with."""
         self._numbers.pop(drafter_id, None)

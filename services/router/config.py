@@ -17,6 +17,7 @@ from moot.core.weights import WEIGHTS
 from moot.proposers.registry import REQUEST_KINDS
 from moot.rpc.link import LinkConfig, LinkOptions
 from services.router.links import LinkPolicy
+from services.router.priors import parse_priors
 from services.router.settings import HttpSettings
 from services.router.store.config import MODES, StoreConfig
 from services.router.strikes import StrikePolicy
@@ -81,6 +82,9 @@ class RouterConfig(LinkOptions):
     asks: str = option(
         PAYING, help="whom rounds ask: the drafters that bring more than waiting for them costs, or all", choices=PANELS
     )
+    drafter_priors: tuple[str, ...] = option(
+        (), help="id=number for drafters whose vote is to weigh more or less than 1 until they have earned their own"
+    )
     num_speculative_tokens: int = option(8, help="greatest K; 0: no drafting at all")
     max_draft_tokens: int = option(16, help="tokens of one draft, all branches of a tree together")
     proposal_width: int = option(_BALLOT.width, help="proposals that one drafter may make for a round")
@@ -144,6 +148,14 @@ class RouterConfig(LinkOptions):
     )
 
     redis_url: str | None = option(None, help="server of request records, redis://host:port/0 (none: memory only)")
+    redis_sentinels: tuple[str, ...] = option(
+        (), help="host:port of each sentinel that knows that server; then its host and port are theirs to say"
+    )
+    redis_sentinel_master: str = option("", help="name by which they know it")
+    redis_sentinel_username: str | None = option(None, help="user of the sentinels themselves")
+    redis_sentinel_password: str | None = option(
+        None, help="password of the sentinels themselves; TLS is theirs if --redis-url is rediss://"
+    )
     store_mode: str = option(_STORE.mode, help="what an unreachable server of records means", choices=MODES)
     store_prefix: str = option(_STORE.prefix, help="first part of every key on it")
     store_timeout_s: float = option(_STORE.timeout_s, help="seconds that one attempt on it may take")
@@ -181,6 +193,7 @@ class RouterConfig(LinkOptions):
             raise ConfigError("vote_soft_deadline_ms must not be above vote_hard_deadline_ms")
         if not 0 <= self.vote_quorum <= 1:
             raise ConfigError("vote_quorum must be 0 to 1")
+        parse_priors(self.drafter_priors)
         if not self.verifiers:
             raise ConfigError("--verifiers must name at least one")
 
@@ -238,10 +251,14 @@ class RouterConfig(LinkOptions):
 
     @property
     def store(self) -> StoreConfig | None:
-        if self.redis_url is None:
+        if self.redis_url is None and not (self.redis_sentinels or self.redis_sentinel_master):
             return None
         return StoreConfig(
-            url=self.redis_url,
+            url=self.redis_url or "redis://",
+            sentinels=self.redis_sentinels,
+            sentinel_master=self.redis_sentinel_master,
+            sentinel_username=self.redis_sentinel_username,
+            sentinel_password=self.redis_sentinel_password,
             mode=self.store_mode,
             prefix=self.store_prefix,
             timeout_s=self.store_timeout_s,

@@ -32,6 +32,7 @@ from services.router.grpc_servicer import RouterServicer
 from services.router.http import create_app, serve_http
 from services.router.links import PeerLink, PeerState
 from services.router.local_drafters import LocalPool
+from services.router.priors import parse_priors
 from services.router.rounds import Rounds, ServedModel
 from services.router.store import open_store
 from services.router.verifier_pool import VerifierPool
@@ -70,6 +71,7 @@ class Peers:
             max_draft_tokens=config.max_draft_tokens,
             cascade=config.cascade,
             asks=config.asks,
+            priors=parse_priors(config.drafter_priors),
         )
         self.electorate = Electorate(policy, config.ballot_policy, metrics)
         self.pools = {

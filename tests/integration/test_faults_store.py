@@ -1,4 +1,5 @@
-"""The server of records dies, freezes, forgets or comes back: running requests do not care, new ones are told."""
+"""C29: the server of records dies, freezes, is full, forgets or comes back: running requests do not care, new ones are
+told. The one that is replaced by its replica: test_faults_failover.py."""
 
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ BACK_AT_ONCE: dict[str, Callable[[Store], None]] = {
 
 @pytest.mark.parametrize("how", AWAY)
 def test_without_the_server_requests_run_and_are_repaired_later(rig: Rig, store: Store, how: str) -> None:
-    """Lost in mid-stream: running requests finish right, new ones are served and told that they are not durable, mode
+    """C29: lost in mid-stream: running requests finish right, new ones are served and told that they are not durable, mode
     `required` refuses new ones; a gauge says so; when the server is back, every missing tail is written."""
     degrade, required = rig.system.routers
     bodies = [body(index) for index in range(3)]
@@ -158,9 +159,46 @@ def test_without_the_server_requests_run_and_are_repaired_later(rig: Rig, store:
 
 @pytest.mark.parametrize("how", BACK_AT_ONCE)
 def test_a_server_that_forgets_is_told_again(rig: Rig, store: Store, how: str) -> None:
-    """Restarted, emptied or flushed in mid-stream: same text, and the record is whole in the end."""
+    """C29: restarted, emptied or flushed in mid-stream: same text, and the record is whole in the end."""
     for reply in rig.through(lambda: BACK_AT_ONCE[how](store)):
         assert_recorded(store, reply)
+
+
+def test_a_full_server_refuses_records_and_no_request(rig: Rig, store: Store) -> None:
+    """C29: full in mid-stream: running requests finish right, new ones are served and told that they are not durable,
+    mode `required` refuses new ones; with room again every missing tail is written."""
+    degrade, required = rig.system.routers
+    bodies = [body(index) for index in range(3)]
+    expected = rig.all_expected(bodies)
+    asks = [Ask(router.port, asked) for router in (degrade, required) for asked in bodies]
+    for ask in asks:
+        ask.wait_tokens(4)
+    client = store.client()
+    room = client.config_get("maxmemory")["maxmemory"]
+    client.config_set("maxmemory", 1)
+    replies = [ask.result() for ask in asks]
+    for reply, right in zip(replies, expected * 2, strict=True):
+        assert_same(reply, right)
+    for stream in (True, False):
+        later = Ask(degrade.port, body(1), stream=stream).result()
+        assert_same(later, expected[1])
+        assert later.headers["x-moot-durable"] == "false"
+        replies.append(later)
+    refused = Ask(required.port, body(1), stream=False).result()
+    assert refused.status == 503, refused
+    assert int(refused.headers["retry-after"]) >= 1
+    rig.system.assert_idle()
+
+    client.config_set("maxmemory", room)
+    for reply in replies:
+        assert_recorded(store, reply)
+    durable = eventually(lambda: ask_durably(required), "new requests have a record again")
+    assert_same(durable, expected[2])
+
+
+def ask_durably(router: Process) -> Reply | None:
+    reply = Ask(router.port, body(2)).result()
+    return reply if reply.status == 200 and "x-moot-durable" not in reply.headers else None
 
 
 def test_every_key_has_a_time_to_live(rig: Rig, store: Store) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moot.core.errors import ConfigError
+from services.router.store.sentinels import parse_address
 
 MODES = ("degrade", "required")
 
@@ -12,7 +13,15 @@ MODES = ("degrade", "required")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
     url: str
-    """redis://, rediss:// or unix:// address of one Redis 7 or Valkey server."""
+    """redis://, rediss:// or unix:// address of one Redis 7 or Valkey server. With `sentinels`, who know where it is,
+    only user, password, database and TLS of it are used."""
+    sentinels: tuple[str, ...] = ()
+    """host:port of each sentinel. They speak TLS if the server does, with the same certificates."""
+    sentinel_master: str = ""
+    """The name by which they know the server."""
+    sentinel_username: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
+    """Of the sentinels themselves."""
     mode: str = "degrade"
     """What an unreachable server means: `degrade` serves without a record, `required` refuses new requests."""
     prefix: str = "moot"
@@ -40,11 +49,24 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"store mode {self.mode!r} is not one of {', '.join(MODES)}")
+        if bool(self.sentinels) != bool(self.sentinel_master):
+            raise ConfigError("--redis-sentinels and --redis-sentinel-master go together")
+        if self.sentinel_username is not None and self.sentinel_password is None:
+            raise ConfigError("--redis-sentinel-username needs --redis-sentinel-password")
+        if self.sentinel_password is not None and not self.sentinels:
+            raise ConfigError("--redis-sentinel-password needs --redis-sentinels")
+        for sentinel in self.sentinels:
+            parse_address(sentinel)
+
+    @property
+    def attempt_s(self) -> float:
+        """Of one attempt: asking the sentinels where there are any, connecting, sending and the replies."""
+        return self.timeout_s + self.connect_timeout_s * (2 if self.sentinels else 1)
 
     @property
     def call_deadline_s(self) -> float:
         """Of a call from queue to reply: one batch before it and its own, two attempts and two connects each."""
-        return 4 * (self.timeout_s + self.connect_timeout_s)
+        return 4 * self.attempt_s
 
     @property
     def lease_ms(self) -> int:

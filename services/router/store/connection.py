@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection, Connection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from moot.core.errors import ConfigError
 from services.router.store.config import StoreConfig
+from services.router.store.sentinels import Sentinels, parse_address
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ class RedisConnection:
     """
 
     def __init__(self, config: StoreConfig) -> None:
-        self._deadline_s = config.timeout_s + config.connect_timeout_s
+        self._deadline_s = config.attempt_s
         try:
             self._pool = Redis.from_url(
                 config.url,
@@ -46,6 +49,21 @@ class RedisConnection:
             # Without the address and without what was raised, which quotes parts of it: it may hold a password.
             raise ConfigError("the address of the store is not redis://, rediss:// or unix://") from None
         self._connection = self._pool.make_connection()
+        self._sentinels = self._sentinels_of(config) if config.sentinels else None
+
+    def _sentinels_of(self, config: StoreConfig) -> Sentinels:
+        if not issubclass(self._pool.connection_class, Connection):
+            raise ConfigError("--redis-sentinels: a server at a unix:// address has none")
+        own = {"username": config.sentinel_username, "password": config.sentinel_password, "db": 0}
+        return Sentinels(
+            [parse_address(sentinel) for sentinel in config.sentinels],
+            config.sentinel_master,
+            lambda host, port: self._connection_to(host, port, **own),
+            config.connect_timeout_s,
+        )
+
+    def _connection_to(self, host: str, port: int, **changes: Any) -> AbstractConnection:
+        return self._pool.connection_class(**{**self._pool.connection_kwargs, "host": host, "port": port, **changes})
 
     async def send(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
         """The replies in the commands' order; a refusal stands among them as its ResponseError.
@@ -54,14 +72,24 @@ class RedisConnection:
         """
         try:
             async with asyncio.timeout(self._deadline_s):
+                if not self._connection.is_connected:
+                    await self._connect()
                 connection = self._connection
-                if not connection.is_connected:
-                    await connection.connect()
                 await connection.send_packed_command(b"".join(map(pack, commands)), check_health=False)
                 return [await self._reply() for _ in commands]
         except (RedisError, OSError, TimeoutError):
             await self.drop()
             raise
+
+    async def _connect(self) -> None:
+        if self._sentinels is not None:
+            self._connection = self._connection_to(*await self._sentinels.master())
+        await self._connection.connect()
+        await self._connection.send_packed_command(pack(("INFO", "replication")), check_health=False)
+        facts = await self._connection.read_response()
+        if isinstance(facts, bytes) and b"role:slave" in facts:
+            # It would take no commit; who is behind the address, or what the sentinels say, may change soon.
+            raise RedisConnectionError("the server follows another")
 
     async def drop(self) -> None:
         """The next pipeline gets a new connection."""
@@ -74,6 +102,9 @@ class RedisConnection:
     async def _reply(self) -> Any:
         try:
             return await self._connection.read_response()
+        except ReadOnlyError:
+            # The master has become a replica: another connection finds the one that follows it.
+            raise
         except ResponseError as error:
             return error
 
