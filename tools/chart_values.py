@@ -42,7 +42,8 @@ ROLES: dict[str, tuple[type, frozenset[str]]] = {
         | TLS
         | PORTS
         | {"model", "revision", "served_model_name", "grpc_port", "reuse_port", "verifiers", "drafters", "redis_url"}
-        | {"store_prefix", "api_key", "api_keys_file", "drafter_priors", "redis_sentinels", "redis_sentinel_master"},
+        | {"store_prefix", "api_key", "api_keys_file", "drafter_priors", "redis_sentinels", "redis_sentinel_master"}
+        | {"redis_sentinel_username", "redis_sentinel_password"},
     ),
     "verifier": (VerifierConfig, LINK | TLS | PORTS | {"model", "revision", "device"}),
     "drafterDefaults": (

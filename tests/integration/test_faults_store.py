@@ -122,8 +122,8 @@ BACK_AT_ONCE: dict[str, Callable[[Store], None]] = {
 
 @pytest.mark.parametrize("how", AWAY)
 def test_without_the_server_requests_run_and_are_repaired_later(rig: Rig, store: Store, how: str) -> None:
-    """C29: lost in mid-stream: running requests finish right, new ones are served and told that they are not durable, mode
-    `required` refuses new ones; a gauge says so; when the server is back, every missing tail is written."""
+    """C29: lost in mid-stream: running requests finish right, new ones are served and told that they are not durable,
+    mode `required` refuses new ones; a gauge says so; when the server is back, every missing tail is written."""
     degrade, required = rig.system.routers
     bodies = [body(index) for index in range(3)]
     expected = rig.all_expected(bodies)

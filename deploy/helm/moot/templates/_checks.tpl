@@ -136,7 +136,7 @@
 
 {{- define "moot.checkStore" -}}
 {{- $external := .Values.externalRedis -}}
-{{- $has := or $external.url $external.existingSecret -}}
+{{- $has := or $external.url $external.existingSecret $external.sentinel.enabled -}}
 {{- if and .Values.redis.enabled $has -}}
 {{- fail "redis.enabled and externalRedis exclude each other: records have one place" -}}
 {{- end -}}
@@ -158,6 +158,12 @@
 {{- if $external.sentinel.enabled -}}
 {{- if or (not $external.sentinel.master) (not $external.sentinel.nodes) -}}
 {{- fail "externalRedis.sentinel needs master and nodes" -}}
+{{- end -}}
+{{- if and $external.sentinel.username (not $external.sentinel.existingSecret) -}}
+{{- fail "externalRedis.sentinel.username needs externalRedis.sentinel.existingSecret, with the password" -}}
+{{- end -}}
+{{- if and $external.tls.existingSecret (not $external.url) (not $external.existingSecret) -}}
+{{- fail "externalRedis.tls: say with url or existingSecret that the server speaks TLS: rediss://, then whatever host" -}}
 {{- end -}}
 {{- include "moot.needs" (dict "root" . "program" "router" "option" "redis_sentinels" "key" "externalRedis.sentinel.enabled") -}}
 {{- end -}}
@@ -256,7 +262,7 @@
 {{- fail (printf "%s.strategy: maxSurge and maxUnavailable cannot both be 0: nothing could be replaced" $key) -}}
 {{- end -}}
 {{- $known := index (.root.Files.Get "files/options.json" | fromJson) .program -}}
-{{- $owned := list "host" "port" "grpc_port" "metrics_port" "model" "kind" "drafter_id" "verifiers" "ready_file" "api_key" "redis_url" "device" "config" -}}
+{{- $owned := list "host" "port" "grpc_port" "metrics_port" "model" "kind" "drafter_id" "verifiers" "ready_file" "api_key" "redis_url" "redis_sentinels" "redis_sentinel_master" "redis_sentinel_username" "redis_sentinel_password" "drafter_priors" "device" "config" -}}
 {{- range $role.extraArgs -}}
 {{- $option := splitList "=" (trimPrefix "--" .) | first | replace "-" "_" -}}
 {{- if eq $option "api_key" -}}

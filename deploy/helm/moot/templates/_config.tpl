@@ -57,8 +57,10 @@ verifiers: {{ list (include "moot.peers" (dict "root" . "service" (printf "%s-ve
 drafters: {{ $entries | toJson }}
 {{- end }}
 {{- $priors := list }}
-{{- range $pool, $settings := .Values.drafters }}
-{{- with $settings }}{{ with .weightPrior }}{{ $priors = append $priors (printf "%s=%v" $pool .) }}{{ end }}{{ end }}
+{{- range $pool, $_ := .Values.drafters }}
+{{- with (include "moot.drafter" (dict "root" $root "pool" $pool) | fromYaml).weightPrior }}
+{{- $priors = append $priors (printf "%s=%v" $pool .) }}
+{{- end }}
 {{- end }}
 {{- with $priors }}
 drafter_priors: {{ toJson . }}
@@ -70,6 +72,9 @@ store_prefix: {{ .Release.Name }}
 {{- if .Values.externalRedis.sentinel.enabled }}
 redis_sentinels: {{ .Values.externalRedis.sentinel.nodes | toJson }}
 redis_sentinel_master: {{ .Values.externalRedis.sentinel.master | quote }}
+{{- with .Values.externalRedis.sentinel.username }}
+redis_sentinel_username: {{ . | quote }}
+{{- end }}
 {{- end }}
 {{ include "moot.options" $role.config }}
 {{- end -}}

@@ -29,4 +29,13 @@
 {{- else if .Values.externalRedis.url }}
 - {name: MOOT_REDIS_URL, value: {{ printf "%s%s" .Values.externalRedis.url $tls | quote }}}
 {{- end }}
+{{- with .Values.externalRedis.sentinel }}
+{{- if and .enabled .existingSecret }}
+- name: MOOT_REDIS_SENTINEL_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ .existingSecret }}
+      key: {{ .existingSecretKey }}
+{{- end }}
+{{- end }}
 {{- end -}}
