@@ -22,6 +22,7 @@ def with_pool(**settings: Any) -> dict[str, Any]:
     return {**MINIMAL, "drafters": {"pool": settings}}
 
 
+SENTINELS = {"enabled": True, "master": "m", "nodes": ["s:26379"]}
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     # What does not work together: a sentence of the chart's own.
     "no model": ({}, "model.name: name the target model"),
@@ -120,9 +121,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         with_pool(**NEURAL, options={"device": "cpu"}),
         "drafters.pool.options.device: the chart sets it from drafters.pool.device",
     ),
-    "a prior that routers do not take yet": (
-        with_pool(kind="suffix", weightPrior=2),
-        "drafters.pool.weightPrior: the router of this version has no option drafter_priors",
+    "a prior of nothing": (
+        with_pool(kind="suffix", weightPrior=0),
+        "weightPrior",
     ),
     "two stores": (
         {**MINIMAL, "redis": {"enabled": True}, "externalRedis": {"url": "redis://store:6379/0"}},
@@ -155,9 +156,21 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {**MINIMAL, "externalRedis": {"sentinel": {"enabled": True}}},
         "externalRedis.sentinel needs master and nodes",
     ),
-    "sentinels that routers do not ask yet": (
-        {**MINIMAL, "externalRedis": {"sentinel": {"enabled": True, "master": "m", "nodes": ["s:26379"]}}},
-        "externalRedis.sentinel.enabled: the router of this version has no option redis_sentinels",
+    "sentinels of a bundled store": (
+        {**MINIMAL, "redis": {"enabled": True}, "externalRedis": {"sentinel": SENTINELS}},
+        "redis.enabled and externalRedis exclude each other",
+    ),
+    "a sentinel's user without password": (
+        {**MINIMAL, "externalRedis": {"sentinel": {**SENTINELS, "username": "u"}}},
+        "externalRedis.sentinel.username needs externalRedis.sentinel.existingSecret",
+    ),
+    "certificates for sentinels without rediss": (
+        {**MINIMAL, "externalRedis": {"sentinel": SENTINELS, "tls": {"existingSecret": "ca"}}},
+        "externalRedis.tls: say with url or existingSecret that the server speaks TLS",
+    ),
+    "sentinels as a flag": (
+        with_role("router", extraArgs=["--redis-sentinels=a:1"]),
+        "router.extraArgs: --redis-sentinels is set by the chart",
     ),
     "the API open to everybody": (
         {**MINIMAL, "ingress": HOSTS, "networkPolicy": CLIENTS},

@@ -259,7 +259,7 @@ def test_gpus_are_asked_for_where_a_program_computes_on_one(scenario: str) -> No
 
 @every_scenario
 def test_nobody_counts_the_pods_of_an_autoscaler(scenario: str) -> None:
-    """No `replicas` where an autoscaler owns them, and every autoscaler has a Deployment of that name."""
+    """C31: no `replicas` where an autoscaler owns them, and every autoscaler has a Deployment of that name."""
     manifests = rendered(scenario)
     scaled = {
         scaler["spec"]["scaleTargetRef"]["name"]

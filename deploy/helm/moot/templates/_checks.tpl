@@ -262,7 +262,7 @@
 {{- fail (printf "%s.strategy: maxSurge and maxUnavailable cannot both be 0: nothing could be replaced" $key) -}}
 {{- end -}}
 {{- $known := index (.root.Files.Get "files/options.json" | fromJson) .program -}}
-{{- $owned := list "host" "port" "grpc_port" "metrics_port" "model" "kind" "drafter_id" "verifiers" "ready_file" "api_key" "redis_url" "redis_sentinels" "redis_sentinel_master" "redis_sentinel_username" "redis_sentinel_password" "drafter_priors" "device" "config" -}}
+{{- $owned := list "host" "port" "grpc_port" "metrics_port" "model" "kind" "drafter_id" "verifiers" "ready_file" "api_key" "redis_url" "redis_sentinels" "redis_sentinel_master" "redis_sentinel_username" "redis_sentinel_password" "device" "config" -}}
 {{- range $role.extraArgs -}}
 {{- $option := splitList "=" (trimPrefix "--" .) | first | replace "-" "_" -}}
 {{- if eq $option "api_key" -}}
