@@ -32,7 +32,14 @@ RATIO_BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 REFUSAL_CODES = (400, 401, 404, 413, 429, 500, 503, 504)
 """Statuses with which the router answers instead of generating."""
 MOVE_REASONS = ("lost", "internal", "unknown_session", "no_capacity", "draining", "other_numerics")
-DEGRADED_MODES = ("no_drafters", "no_verifiers")
+SHORTAGES = (
+    *("caller_choices", "caller_tokens", "choices", "tokens", "places", "verifiers", "memory", "draining", "other"),
+)
+"""Of what there was too little when a request was refused: of the caller's own limits (429), or of the server's."""
+OUT_OF_MEMORY = ("step", "draft", "request", "prefix", "drafter")
+"""What an allocation that failed has cost a verifier."""
+APIS = ("http", "grpc")
+DEGRADED_MODES = ("no_drafters", "no_verifiers", "no_speculation")
 """And `store`, of a router that has one."""
 
 
@@ -91,6 +98,23 @@ class Metrics(Definitions):
         )
         for code in REFUSAL_CODES:
             self.requests_refused.labels(str(code))
+        self.requests_turned_away = self._counter(
+            "requests_turned_away",
+            "Of the requests refused those that there was no room for, by what was short; caller_...: of the caller's "
+            "own share.",
+            "shortage",
+        )
+        for shortage in SHORTAGES:
+            self.requests_turned_away.labels(shortage)
+        self.queued_tokens = self._gauge(
+            "queued_tokens", "Prompt and most output tokens of accepted requests without a first token."
+        )
+        self.queued_tokens_limit = self._gauge("queued_tokens_limit", "Such tokens there may be; more are refused.")
+        self.slow_clients = self._counter(
+            "slow_clients", "Connections and calls ended because their reader took too little for too long.", "api"
+        )
+        for api in APIS:
+            self.slow_clients.labels(api)
 
     def _define_speculation(self) -> None:
         self.rounds = self._counter("rounds", "Rounds: propose, vote, verify, commit.")
@@ -187,6 +211,15 @@ class Metrics(Definitions):
         )
         self.prefix_cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.", by=own)
         self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", by=own)
+        self.out_of_memory = self._counter(
+            "out_of_memory",
+            "Allocations that failed, by what it cost: a step repeated smaller, a draft or a request given up, blocks "
+            "of a prompt not shared, a drafter inside that abstained.",
+            "cost",
+            by=own,
+        )
+        for cost in OUT_OF_MEMORY:
+            self.out_of_memory.labels(cost)
         self.num_sessions = self._gauge("num_sessions", "Open sessions.", by=(VERIFIER, DRAFTER))
         self.draft_seconds = self._histogram(
             "draft_seconds",
@@ -213,7 +246,7 @@ class Metrics(Definitions):
         self.asks_dropped = self._counter(
             "asks_dropped", "Asks a drafter did not draft for, and why.", "reason", by=drafts
         )
-        for reason in ("capacity", "expired", "failed", "superseded"):
+        for reason in ("capacity", "expired", "failed", "memory", "superseded"):
             self.asks_dropped.labels(reason)
 
     def _define_process(self) -> None:

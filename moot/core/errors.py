@@ -9,7 +9,8 @@ MootError
 ├── Unauthenticated                                                              401 UNAUTHENTICATED
 ├── RateLimited                the caller is over its limit; `retry_after_s`      429 RESOURCE_EXHAUSTED
 ├── NoCapacity                 nobody can serve it now; `retry_after_s`           503 UNAVAILABLE
-│   └── Draining               this pod is going away
+│   ├── Draining               this pod is going away
+│   └── OutOfMemory            not even this request alone found memory
 ├── DeadlineExceeded           a wait reached its bound                           504 DEADLINE_EXCEEDED
 ├── PeerError                  about another pod                                  503 UNAVAILABLE
 │   ├── PeerLost               stream broken, heartbeats missed or unprogressing
@@ -66,19 +67,31 @@ class Unauthenticated(MootError):
 
 
 class RateLimited(MootError):
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+    """`shortage`: which of the caller's limits, one of metrics.SHORTAGES."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0, shortage: str = "other") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.shortage = shortage
 
 
 class NoCapacity(MootError):
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+    """`shortage`: what there is too little of, one of metrics.SHORTAGES."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0, shortage: str = "other") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.shortage = shortage
 
 
 class Draining(NoCapacity):
-    pass
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s, "draining")
+
+
+class OutOfMemory(NoCapacity):
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s, "memory")
 
 
 class DeadlineExceeded(MootError):

@@ -465,6 +465,8 @@ class SessionFailed(_message.Message):
         CODE_NO_CAPACITY: SessionFailed._Code.ValueType  # 4
         CODE_DRAINING: SessionFailed._Code.ValueType  # 5
         CODE_INTERNAL: SessionFailed._Code.ValueType  # 6
+        CODE_NO_MEMORY: SessionFailed._Code.ValueType  # 7
+        """Not even this request alone found memory for its step; others go on."""
 
     class Code(_Code, metaclass=_CodeEnumTypeWrapper): ...
     CODE_UNSPECIFIED: SessionFailed.Code.ValueType  # 0
@@ -475,6 +477,8 @@ class SessionFailed(_message.Message):
     CODE_NO_CAPACITY: SessionFailed.Code.ValueType  # 4
     CODE_DRAINING: SessionFailed.Code.ValueType  # 5
     CODE_INTERNAL: SessionFailed.Code.ValueType  # 6
+    CODE_NO_MEMORY: SessionFailed.Code.ValueType  # 7
+    """Not even this request alone found memory for its step; others go on."""
 
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
@@ -544,6 +548,7 @@ class DescribeVerifierResponse(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
+    MAX_WAITING_SEQS_FIELD_NUMBER: _builtins.int
     kv_capacity_tokens: _builtins.int
     """Tokens of KV cache in all."""
     numerics_fingerprint: _builtins.str
@@ -552,6 +557,8 @@ class DescribeVerifierResponse(_message.Message):
     max_draft_tokens: _builtins.int
     """Draft tokens that one verify may carry."""
     deterministic: _builtins.bool
+    max_waiting_seqs: _builtins.int
+    """Sessions beyond max_num_seqs that may wait; 0: not said."""
     @_builtins.property
     def model(self) -> _token_pb2.ModelInfo: ...
     @_builtins.property
@@ -568,10 +575,11 @@ class DescribeVerifierResponse(_message.Message):
         max_draft_tokens: _builtins.int = ...,
         deterministic: _builtins.bool = ...,
         drafters: _abc.Iterable[Global___InsideDrafter] | None = ...,
+        max_waiting_seqs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deterministic", b"deterministic", "drafters", b"drafters", "kv_capacity_tokens", b"kv_capacity_tokens", "max_draft_tokens", b"max_draft_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "numerics_fingerprint", b"numerics_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deterministic", b"deterministic", "drafters", b"drafters", "kv_capacity_tokens", b"kv_capacity_tokens", "max_draft_tokens", b"max_draft_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting_seqs", b"max_waiting_seqs", "model", b"model", "numerics_fingerprint", b"numerics_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

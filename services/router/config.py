@@ -31,6 +31,7 @@ _MAY_BE_ZERO = frozenset(
     (
         *("port", "grpc_port", "metrics_port", "num_speculative_tokens", "max_draft_tokens", "num_top_candidates"),
         *("max_moves", "vote_soft_deadline_ms", "vote_quorum", "drafter_warm_up_s", "strike_memory_s", "retry_after_s"),
+        *("shed_share",),
     )
 )
 """Every other number of the config must be above 0."""
@@ -175,8 +176,31 @@ class RouterConfig(LinkOptions):
     max_choices_per_key: int = option(
         _HTTP.max_choices_per_key, help="choices of one API key at a time; one more is refused with 429"
     )
+    max_queued_tokens: int = option(
+        _HTTP.max_queued_tokens,
+        help="prompt tokens and max_tokens of accepted choices that no verifier has begun; more are refused with 503",
+    )
+    max_queued_tokens_per_key: int = option(
+        _HTTP.max_queued_tokens_per_key, help="such tokens of one API key; more are refused with 429"
+    )
+    shed_share: float = option(
+        _HTTP.shed_share,
+        help="part of the queue, of tokens or of the verifiers' waiting places, that may be taken until no round "
+        "drafts any more, 0 to 1; 1: drafting goes on",
+    )
+    stream_buffer_bytes: int = option(
+        _HTTP.stream_buffer_bytes,
+        help="bytes of one answer that wait for a slow reader, in the router and again in the connection, until it "
+        "pauses",
+    )
+    slow_client_timeout_s: float = option(
+        _HTTP.slow_client_timeout_s,
+        help="seconds in which a reader must make room in a full buffer; then it is cut off",
+    )
     max_buffered_spans: int = option(64, help="rounds that a slow reader may lag behind before its request pauses")
-    retry_after_s: float = option(_HTTP.retry_after_s, help="seconds that a refused caller is told to wait")
+    retry_after_s: float = option(
+        _HTTP.retry_after_s, help="seconds that a refused caller is told to wait where nothing was measured yet"
+    )
     drain_grace_s: float = option(20.0, help="seconds that running requests may finish in after SIGTERM")
     stall_limit_s: float = option(10.0, help="seconds without a turn of the event loop until /livez says no")
 
@@ -191,8 +215,9 @@ class RouterConfig(LinkOptions):
                     raise ConfigError(f"{field.name} must be {'0 or ' if zero_is_good else ''}above 0 and finite")
         if self.vote_soft_deadline_ms > self.vote_hard_deadline_ms:
             raise ConfigError("vote_soft_deadline_ms must not be above vote_hard_deadline_ms")
-        if not 0 <= self.vote_quorum <= 1:
-            raise ConfigError("vote_quorum must be 0 to 1")
+        for share in ("vote_quorum", "shed_share"):
+            if not 0 <= getattr(self, share) <= 1:
+                raise ConfigError(f"{share} must be 0 to 1")
         parse_priors(self.drafter_priors)
         if not self.verifiers:
             raise ConfigError("--verifiers must name at least one")
@@ -273,7 +298,12 @@ class RouterConfig(LinkOptions):
             max_body_bytes=self.max_body_bytes,
             max_choices_in_flight=self.max_choices_in_flight,
             max_choices_per_key=self.max_choices_per_key,
+            max_queued_tokens=self.max_queued_tokens,
+            max_queued_tokens_per_key=self.max_queued_tokens_per_key,
+            shed_share=self.shed_share,
             retry_after_s=self.retry_after_s,
+            stream_buffer_bytes=self.stream_buffer_bytes,
+            slow_client_timeout_s=self.slow_client_timeout_s,
             # A choice's next chunk may need every wait that a request survives.
             chunk_timeout_s=(self.max_moves + 1) * (self.open_timeout_s + self.no_verifier_wait_s)
             + self.verify_timeout_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from moot.core.errors import InvalidRequest
 from moot.core.policy import PoolPolicy
@@ -34,6 +34,8 @@ class Electorate:
         self.gone: frozenset[str] = frozenset()
         """Drafters in other processes that could be asked once and cannot now."""
         self._num_opened = 0
+        self.is_shedding: Callable[[], bool] = lambda: False
+        """Whether no round should draft: everything that is computed is needed for those who wait."""
         self.drafting_share = 1.0
         """Of late, the part of the rounds whose K is left to the policy that drafted; fading."""
 

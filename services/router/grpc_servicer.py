@@ -21,7 +21,7 @@ from moot.v1 import router_service_pb2_grpc
 from services.router.auth import ApiKeys
 from services.router.http.endpoint import Front
 from services.router.http.refusals import Attempt
-from services.router.http.running import Choice, run_choices
+from services.router.http.running import Choice, enqueue, run_choices
 from services.router.limits import Ticket
 from services.router.stop_strings import StopStrings
 from services.router.text import IncrementalText
@@ -58,6 +58,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             info = front.serving()
             requests, common = await self._plan(request, info, ticket, caller, base_id)
             choices = self._choices(requests, common, info)
+            enqueue(ticket, choices, common, front.settings)
             attempt.is_generating = True
             aborting = front.admission.aborting
             running = run_choices(
@@ -70,9 +71,10 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
     async def _write(self, context: grpc.aio.ServicerContext[Any, Any], response: pb.GenerateResponse) -> None:
         """Raises DeadlineExceeded when the caller takes nothing for too long."""
         try:
-            async with asyncio.timeout(self._front.settings.send_timeout_s):
+            async with asyncio.timeout(self._front.settings.slow_client_timeout_s):
                 await context.write(response)
         except TimeoutError as error:
+            self._front.metrics.slow_clients.labels("grpc").inc()
             raise DeadlineExceeded("the caller took nothing for too long") from error
 
     async def _plan(

@@ -30,10 +30,12 @@ from services.router.drafter_pools import DrafterPool
 from services.router.electorate import Electorate
 from services.router.grpc_servicer import RouterServicer
 from services.router.http import create_app, serve_http
+from services.router.limits import Admission
 from services.router.links import PeerLink, PeerState
 from services.router.local_drafters import LocalPool
 from services.router.priors import parse_priors
 from services.router.rounds import Rounds, ServedModel
+from services.router.settings import Places
 from services.router.store import open_store
 from services.router.verifier_pool import VerifierPool
 
@@ -175,7 +177,17 @@ class Peers:
         if self.targets.is_available:
             self._last_served = time.monotonic()
         elif time.monotonic() - self._last_served > self._config.no_verifier_wait_s:
-            return NoCapacity("no verifier can be reached", self._config.retry_after_s)
+            return NoCapacity("no verifier can be reached", self._config.retry_after_s, "verifiers")
+        return None
+
+    def places(self) -> Places | None:
+        return self.targets.places
+
+    def shortage(self) -> MootError | None:
+        """Verifiers of several routers are full before each of these knows it: whoever has been let in waits for a
+        moment, and nobody else is let in meanwhile."""
+        if self.targets.num_without_room:
+            return NoCapacity("the verifiers are full", self._config.retry_after_s, "places")
         return None
 
 
@@ -237,6 +249,8 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
         alive=watch.alive,
         tracing=tracing,
     )
+    admission: Admission = app.state.front.admission
+    peers.electorate.is_shedding = lambda: admission.is_shedding
     server = GrpcServer(config.link, (SERVICE,), config.reuse_port)
     router_service_pb2_grpc.add_RouterServiceServicer_to_server(RouterServicer(app.state.front, keys), server.server)
     admin = AdminServer(

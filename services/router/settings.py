@@ -44,15 +44,32 @@ class HttpSettings:
     """Over all callers: one more is refused with 503."""
     max_choices_per_key: int = 256
     """Of one API key (without keys: of everybody together): one more is refused with 429."""
+    max_queued_tokens: int = 1_048_576
+    """Prompt and `max_tokens` of accepted choices without a first token, over all callers; more: 503."""
+    max_queued_tokens_per_key: int = 262_144
+    """Of one API key; more: 429. Without keys there is no such share."""
+    assumed_output_tokens: int = 512
+    """What a choice that names no `max_tokens` counts in the queue."""
+    shed_share: float = 0.5
+    """Part of the queue that may be taken until drafting stops; 1: it goes on."""
     retry_after_s: float = 1.0
-    stream_buffer_chunks: int = 64
-    """Chunks of one request waiting for a slow reader; a full buffer pauses that request only."""
-    send_timeout_s: float = 60.0
-    """A reader that takes nothing for so long is dropped."""
+    """Seconds that a refused caller is told to wait where nothing was measured yet."""
+    stream_buffer_bytes: int = 65_536
+    """Of one answer waiting for a slow reader, here and again in the connection; full, they pause that answer only."""
+    slow_client_timeout_s: float = 60.0
+    """A reader that has not made room in a full buffer for so long is dropped."""
     chunk_timeout_s: float = 1300.0
     """Longest wait for a choice's next chunk: every wait that a request survives, prefill and queue included."""
     abort_timeout_s: float = 10.0
     """For an aborted generation to let go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Sessions that the verifiers take: in their batches, and waiting for a place in one."""
+
+    num_running: int
+    num_waiting: int
 
 
 class FrontState(Protocol):
@@ -70,6 +87,14 @@ class FrontState(Protocol):
         """Names a request may put in `drafters`; None: not known, the rounds decide."""
         ...
 
+    def places(self) -> Places | None:
+        """Of the verifiers that can be asked now; None: not known."""
+        ...
+
+    def shortage(self) -> MootError | None:
+        """Why a new request would be refused by every verifier now, though all is well; None: it would not."""
+        ...
+
 
 @dataclass(slots=True)
 class StaticFrontState:
@@ -78,6 +103,7 @@ class StaticFrontState:
     info: ModelInfo | None
     refused_with: MootError | None = None
     drafters: frozenset[str] | None = field(default=None)
+    room: Places | None = None
 
     def model_info(self) -> ModelInfo | None:
         return self.info
@@ -87,3 +113,9 @@ class StaticFrontState:
 
     def drafter_ids(self) -> frozenset[str] | None:
         return self.drafters
+
+    def places(self) -> Places | None:
+        return self.room
+
+    def shortage(self) -> MootError | None:
+        return None

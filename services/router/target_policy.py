@@ -19,3 +19,5 @@ class TargetPolicy:
     max_kills: int = 2
     probation_wait_s: float = 5.0
     capacity_retry_s: float = 0.1
+    max_shortages: int = 3
+    """Verifiers without memory for a request, one after the other, until it fails."""

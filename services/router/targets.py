@@ -10,6 +10,7 @@ from moot.core.errors import (
     Draining,
     MootError,
     NoCapacity,
+    OutOfMemory,
     PeerError,
     PeerLost,
     RequestPoisoned,
@@ -43,10 +44,12 @@ class MovingTarget:
         self._numerics = ""
         self._num_moves = 0
         self._num_kills = 0
+        self._num_shortages = 0
+        self._is_without_room = False
         self._probation: asyncio.Lock | None = None
 
     async def open(self) -> Verification:
-        return await self._place()
+        return await self._place(set())
 
     async def room(self) -> None:
         session = self._session
@@ -60,6 +63,7 @@ class MovingTarget:
     async def verify(self, draft: Draft) -> tuple[Verification, bool]:
         await self.room()
         session = self._session
+        short: set[VerifierLink] = set()
         if session is None:
             raise UnknownSession("verified before it was opened")
         if not session.is_alive:
@@ -73,10 +77,13 @@ class MovingTarget:
                 verification = await session.answer()
             except (PeerError, UnknownSession, NoCapacity) as error:
                 self._leave(error, was_computing=True)
+                if isinstance(error, OutOfMemory):
+                    self._note_shortage(error)
+                    short.add(session.link)
             else:
                 self._acquit()
                 return verification, False
-        return await self._place(), True
+        return await self._place(short), True
 
     def end(self, *, aborted: bool) -> None:
         session, self._session = self._session, None
@@ -84,12 +91,18 @@ class MovingTarget:
             session.link.end(session, aborted=aborted)
         self._release()
 
-    async def _place(self) -> Verification:
-        """Open on some verifier; again on another one while they are lost, within the bounds."""
+    async def _place(self, full: set[VerifierLink]) -> Verification:
+        """Open on some verifier; again on another one while they are lost, within the bounds. `full`: those that had no
+        room for this request a moment ago."""
+        try:
+            return await self._placed(full)
+        finally:
+            self._note_room(True)
+
+    async def _placed(self, full: set[VerifierLink]) -> Verification:
         pool, policy = self._pool, self._pool.policy
         loop = asyncio.get_running_loop()
         deadline = loop.time() + policy.no_verifier_wait_s
-        full: set[VerifierLink] = set()
         while True:
             link = await pool.choose(self._numerics, full, deadline)
             if self._num_kills and not await self._on_probation(link):
@@ -98,8 +111,11 @@ class MovingTarget:
                 self._session = link.open(self._prefix, self._num_top_candidates)
                 verification = await self._session.answer()
             except NoCapacity as error:
+                if isinstance(error, OutOfMemory):
+                    self._note_shortage(error)
                 if not isinstance(error, Draining):
                     full.add(link)
+                    self._note_room(isinstance(error, OutOfMemory) or not pool.are_all_in(full))
                 self._session = None
                 self._release()
             except PeerError as error:
@@ -144,8 +160,20 @@ class MovingTarget:
             self._release()
         return link.is_ready
 
+    def _note_room(self, has_room: bool) -> None:
+        """A request that has begun moves on a promise made before; only new ones tell that there is no room."""
+        is_without_room = not has_room and not self._prefix.output_token_ids
+        self._pool.num_without_room += is_without_room - self._is_without_room
+        self._is_without_room = is_without_room
+
+    def _note_shortage(self, error: OutOfMemory) -> None:
+        """Raises it once this request has found no memory too often. It is no verifier's fault."""
+        self._num_shortages += 1
+        if self._num_shortages >= self._pool.policy.max_shortages:
+            raise error
+
     def _acquit(self) -> None:
-        self._num_kills = 0
+        self._num_kills = self._num_shortages = 0
         self._release()
 
     def _release(self) -> None:
@@ -159,6 +187,7 @@ _REASONS: dict[type[MootError], str] = {
     PeerError: "internal",
     UnknownSession: "unknown_session",
     NoCapacity: "no_capacity",
+    OutOfMemory: "no_capacity",
     Draining: "draining",
 }
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moot.core.errors import Draining, InvalidRequest, NoCapacity, PeerError, RequestPoisoned, UnknownSession
+from moot.core.errors import (
+    Draining,
+    InvalidRequest,
+    NoCapacity,
+    OutOfMemory,
+    PeerError,
+    RequestPoisoned,
+    UnknownSession,
+)
 from moot.core.generation import is_path
 from moot.core.types import Draft, ModelInfo, Verification
 from moot.rpc import convert
@@ -33,6 +41,8 @@ class VerifierFacts:
     deterministic: bool
     drafters: tuple[InsideFacts, ...] = ()
     """Those that live inside it."""
+    max_waiting_seqs: int = 0
+    """Sessions beyond `max_num_seqs` that it lets wait; 0: it has not said."""
 
     @classmethod
     def from_pb(cls, answer: pb.DescribeVerifierResponse) -> VerifierFacts:
@@ -44,6 +54,7 @@ class VerifierFacts:
             kv_capacity_tokens=answer.kv_capacity_tokens,
             deterministic=answer.deterministic,
             drafters=tuple(InsideFacts(one.drafter_id, one.kind, one.family or one.kind) for one in answer.drafters),
+            max_waiting_seqs=answer.max_waiting_seqs,
         )
 
 
@@ -53,6 +64,7 @@ _FAILURES: dict[int, Callable[[str], Exception]] = {
     pb.SessionFailed.CODE_POISONED: RequestPoisoned,
     pb.SessionFailed.CODE_NO_CAPACITY: NoCapacity,
     pb.SessionFailed.CODE_DRAINING: Draining,
+    pb.SessionFailed.CODE_NO_MEMORY: OutOfMemory,
 }
 
 

@@ -11,6 +11,7 @@ from moot.core.types import ModelInfo
 from moot.metrics import Metrics
 from services.router.links import LinkPolicy
 from services.router.ports import Prefix
+from services.router.settings import Places
 from services.router.target_policy import TargetPolicy
 from services.router.targets import MovingTarget, numerics_of
 from services.router.verifier_facts import InsideFacts, VerifierFacts
@@ -40,6 +41,8 @@ class VerifierPool:
         self._fingerprint = fingerprint
         self._told = on_state
         self._on_inside = on_inside
+        self.num_without_room = 0
+        """New requests that every verifier has refused a moment ago, and that wait to be taken."""
         self._waiters: set[asyncio.Future[None]] = set()
         self._leaving: dict[VerifierLink, asyncio.Task[None]] = {}
 
@@ -51,6 +54,18 @@ class VerifierPool:
     @property
     def is_available(self) -> bool:
         return any(link.is_ready for link in self.links.values())
+
+    @property
+    def places(self) -> Places | None:
+        """Of those that can be asked; None while one of them has not said, or there is none."""
+        facts = [link.facts for link in self.links.values() if link.is_ready and link.facts is not None]
+        if not facts or not all(one.max_waiting_seqs for one in facts):
+            return None
+        return Places(sum(one.max_num_seqs for one in facts), sum(one.max_waiting_seqs for one in facts))
+
+    def are_all_in(self, links: set[VerifierLink]) -> bool:
+        """Whether there is no verifier to be asked but these."""
+        return all(link in links for link in self.links.values() if link.is_ready)
 
     @property
     def drafts(self) -> bool:
@@ -119,7 +134,7 @@ class VerifierPool:
             now = loop.time()
             if now >= deadline:
                 problem = "has room" if avoid else "can be reached"
-                raise NoCapacity(f"no verifier {problem}", retry_after_s=self.policy.retry_after_s)
+                raise NoCapacity(f"no verifier {problem}", self.policy.retry_after_s, "verifiers")
             pause = min(deadline - now, self.policy.capacity_retry_s) if avoid else deadline - now
             await self._changed(pause)
             avoid.clear()

@@ -81,6 +81,8 @@ class Voters:
 
     def plan(self, generation: Generation, context_limit: int, max_draft_tokens: int) -> Plan:
         """What the next round may spend; `max_draft_tokens`: what the verifier takes."""
+        if self._electorate.is_shedding():
+            return self._plain()
         plan = self._policy.plan(generation, context_limit, at_least=self._postponed)
         length = plan.num_speculative_tokens
         if self._is_adaptive:
@@ -94,6 +96,13 @@ class Voters:
         if plan.max_draft_tokens > max_draft_tokens:
             return Plan(plan.num_speculative_tokens, max_draft_tokens, plan.value)
         return plan
+
+    def _plain(self) -> Plan:
+        """A round of plain decoding, which says nothing of the policy's choices."""
+        self._postponed = 0
+        if self._inside is not None:
+            self._inside.num_tokens = 0
+        return Plan(0, 0)
 
     def ask(self, plan: Plan) -> BallotBox:
         """Ask the drafters; the answers come into the box. Dear ones only where those that have answered by then, which
@@ -217,7 +226,8 @@ class Voters:
 
     @property
     def _hardly_drafts(self) -> bool:
-        return self._is_adaptive and self._electorate.drafting_share < MIN_DRAFTING_SHARE
+        electorate = self._electorate
+        return electorate.is_shedding() or (self._is_adaptive and electorate.drafting_share < MIN_DRAFTING_SHARE)
 
     def _postpones(self, length: int) -> bool:
         """Whether a round that may draft `length` tokens waits for the next one, because drafters inside the verifier

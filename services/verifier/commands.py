@@ -66,6 +66,7 @@ class FailureCode(Enum):
     NO_CAPACITY = "no_capacity"
     DRAINING = "draining"
     INTERNAL = "internal"
+    NO_MEMORY = "no_memory"
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ class VerifierServicer(pb_grpc.VerifierServiceServicer):
             kv_capacity_tokens=self._engine.runner.pool.capacity_tokens,
             numerics_fingerprint=self._engine.runner.numerics_fingerprint,
             max_num_seqs=self._config.max_num_seqs,
+            max_waiting_seqs=self._config.max_waiting_seqs,
             max_draft_tokens=self._config.max_draft_tokens,
             deterministic=self._engine.runner.deterministic,
             drafters=[

@@ -26,6 +26,7 @@ _CODE_TO_PB = {
     FailureCode.NO_CAPACITY: pb.SessionFailed.CODE_NO_CAPACITY,
     FailureCode.DRAINING: pb.SessionFailed.CODE_DRAINING,
     FailureCode.INTERNAL: pb.SessionFailed.CODE_INTERNAL,
+    FailureCode.NO_MEMORY: pb.SessionFailed.CODE_NO_MEMORY,
 }
 
 

@@ -44,11 +44,7 @@ def create_app(
     `app.state.front` holds what the endpoints share; its `admission` counts and drains (see `serve_http`). Raises
     ConfigError for a tokenizer whose text cannot be assembled token by token.
     """
-    admission = Admission(
-        max_in_flight=settings.max_choices_in_flight,
-        max_per_caller=settings.max_choices_per_key,
-        retry_after_s=settings.retry_after_s,
-    )
+    admission = Admission(settings, metrics, state.places)
     prompt_tokenizer = PromptTokenizer(
         tokenizer,
         timeout_s=settings.tokenize_timeout_s,

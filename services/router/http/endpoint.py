@@ -27,7 +27,7 @@ from services.router.http.completions import CompletionReply
 from services.router.http.middleware import ClientGone
 from services.router.http.refusals import Attempt
 from services.router.http.replies import Envelope, Reply
-from services.router.http.running import Choice, run_choices
+from services.router.http.running import Choice, enqueue, run_choices
 from services.router.limits import Admission, Ticket
 from services.router.settings import FrontState, HttpSettings
 from services.router.stop_strings import StopStrings
@@ -52,7 +52,7 @@ class Front:
 
     def serving(self) -> ModelInfo:
         """The model behind us. Raises what new requests are refused with now."""
-        refusal = self.state.refusal()
+        refusal = self.state.refusal() or self.state.shortage()
         if refusal is not None:
             raise refusal
         info = self.state.model_info()
@@ -77,7 +77,7 @@ class GenerationEndpoint:
             work = self._answer(body, info, ticket, attempt, request.state.caller, started, send)
             response = await sse.unless_gone(receive, work, 2 * self._front.settings.abort_timeout_s)
             if response is not None:
-                await response(scope, receive, send)
+                await sse.send_whole(response, send, self._front.settings.stream_buffer_bytes)
 
     async def _read(self, request: Request) -> bytes:
         """The body, bounded in size and time. Raises BodyTooLarge, DeadlineExceeded, InvalidRequest, ClientGone."""
@@ -121,6 +121,7 @@ class GenerationEndpoint:
             )
             for index, (request, prompt_text) in enumerate(zip(requests, prompt_texts, strict=True))
         ]
+        enqueue(ticket, choices, common, front.settings)
         envelope = Envelope(base_id, int(time.time()), common, tokens, choices)
         reply: Reply = ChatReply(tokens) if self._chat else CompletionReply(tokens)
         attempt.is_generating = True
@@ -129,7 +130,7 @@ class GenerationEndpoint:
         )
         async with aclosing(running) as chunks:
             if common.stream:
-                stream = sse.EventStream(send, front.settings.send_timeout_s)
+                stream = sse.EventStream(send, front.settings.slow_client_timeout_s)
                 try:
                     await self._stream(envelope, reply, chunks, stream)
                 finally:

@@ -37,6 +37,8 @@ def describe(error: BaseException) -> ErrorReply:
             return _retry(_reply(429, error, "rate_limit_error", "rate_limit_exceeded"), error.retry_after_s)
         case errors.Draining():
             return _retry(_reply(503, error, "service_unavailable_error", "draining"), error.retry_after_s)
+        case errors.OutOfMemory():
+            return _retry(_reply(503, error, "service_unavailable_error", "out_of_memory"), error.retry_after_s)
         case errors.NoCapacity():
             return _retry(_reply(503, error, "service_unavailable_error", "no_capacity"), error.retry_after_s)
         case errors.DeadlineExceeded():

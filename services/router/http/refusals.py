@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from moot.core.errors import NoCapacity, RateLimited
 from moot.metrics import Metrics
 from services.router.http import errors
 from services.router.http.middleware import ClientGone
@@ -25,3 +26,5 @@ class Attempt:
         # A caller that goes away, and a task that is cancelled, were refused nothing.
         if isinstance(error, Exception) and not (self.is_generating or isinstance(error, ClientGone)):
             self._metrics.requests_refused.labels(str(errors.describe(error).status)).inc()
+            if isinstance(error, NoCapacity | RateLimited):
+                self._metrics.requests_turned_away.labels(error.shortage).inc()

@@ -14,13 +14,17 @@ from moot.core.errors import DeadlineExceeded, Draining, MootError
 from moot.core.types import FinishReason, TokenLogprobs
 from moot.metrics import Metrics
 from moot.tracing import Span, Tracing, traceparent_var
+from services.router.chunk_queue import ChunkQueue, size_of
+from services.router.limits import Ticket
 from services.router.patience import Patience
 from services.router.settings import HttpSettings
 from services.router.text import IncrementalText
+from services.router.token_queue import QueuePlace
 from services.router.types import GenerationChunk, GenerationMetrics, GenerationRequest, Generator
+from services.router.validation import CommonBody
 
 log = logging.getLogger(__name__)
-_Queue: TypeAlias = "asyncio.Queue[tuple[Choice, GenerationChunk | BaseException]]"
+_Queue: TypeAlias = "ChunkQueue[tuple[Choice, GenerationChunk | BaseException]]"
 
 
 @dataclass(slots=True)
@@ -40,6 +44,13 @@ class Choice:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     metrics: GenerationMetrics | None = None
+    place: QueuePlace | None = None
+    """In the queue, until its first token."""
+
+    def leave_queue(self) -> None:
+        if self.place is not None:
+            self.place.leave()
+            self.place = None
 
     def take(self, chunk: GenerationChunk) -> None:
         self.num_tokens += len(chunk.token_ids)
@@ -49,6 +60,16 @@ class Choice:
             self.logprobs.extend(chunk.logprobs)
         if chunk.finish_reason is not None:
             self.finish_reason, self.stop_reason, self.metrics = chunk.finish_reason, chunk.stop_reason, chunk.metrics
+
+
+def enqueue(ticket: Ticket, choices: Sequence[Choice], common: CommonBody, settings: HttpSettings) -> None:
+    """Have the choices count as waiting. Raises RateLimited or NoCapacity."""
+    most = None if common.max_tokens is not None else settings.assumed_output_tokens
+    requests = [choice.request for choice in choices]
+    outputs = [one.params.max_tokens if most is None else min(one.params.max_tokens, most) for one in requests]
+    amounts = [len(one.prompt_token_ids) + output for one, output in zip(requests, outputs, strict=True)]
+    for choice, place in zip(choices, ticket.queue(amounts), strict=True):
+        choice.place = place
 
 
 class ChoiceTimer:
@@ -92,10 +113,10 @@ async def run_choices(
     """Chunks of all choices as they come, each choice's in order. The first error ends all and is raised; Draining
     when `aborting` is set.
 
-    At most `stream_buffer_chunks` wait for the consumer; then the generations wait. Closing aborts every generation
+    At most `stream_buffer_bytes` wait for the consumer; then the generations wait. Closing aborts every generation
     and returns when they have let go, or after `abort_timeout_s`.
     """
-    queue: _Queue = asyncio.Queue(settings.stream_buffer_chunks)
+    queue: _Queue = ChunkQueue(settings.stream_buffer_bytes)
     patience = Patience(settings.chunk_timeout_s)
     pumps = [
         asyncio.create_task(
@@ -150,16 +171,18 @@ async def _pump(
                 chunk = await _next(chunks, patience)
                 if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                     raise MootError("the generation was ended by the server")
+                choice.leave_queue()
                 timer.tokens(len(chunk.token_ids))
                 if chunk.finish_reason is not None:
                     finish, metrics = chunk.finish_reason, chunk.metrics
-                await queue.put((choice, chunk))
+                await queue.put((choice, chunk), size_of(chunk))
                 if chunk.finish_reason is not None:
                     return
     except Exception as error:  # noqa: BLE001 - raised again by the consumer of the queue
         finish, failure = FinishReason.ERROR, type(error).__name__
         await queue.put((choice, error))
     finally:
+        choice.leave_queue()
         timer.end(finish)
         _note_end(traced, finish, metrics)
         traced.end(failure)

@@ -11,7 +11,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from moot.core.errors import ConfigError
-from services.router.limits import Admission
+from services.router.http.connections import connections
+from services.router.http.endpoint import Front
 
 _BACKLOG = 1024
 _LAST_WORDS_S = 2
@@ -51,8 +52,14 @@ async def serve_http(
     """
     listener = bind(host, port, reuse_port=reuse_port)
     bound_port = int(listener.getsockname()[1])
+    front: Front = app.state.front
     config = uvicorn.Config(
         app,
+        http=connections(
+            front.settings.stream_buffer_bytes,
+            front.settings.slow_client_timeout_s,
+            front.metrics.slow_clients.labels("http").inc,
+        ),
         lifespan="on",
         access_log=False,
         log_config=None,
@@ -68,7 +75,7 @@ async def serve_http(
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        admission: Admission = app.state.front.admission
+        admission = front.admission
         admission.drain()
         if not await admission.wait_idle(drain_timeout_s):
             admission.aborting.set()

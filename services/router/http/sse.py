@@ -7,6 +7,7 @@ import json
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
+from starlette.responses import Response
 from starlette.types import Receive, Send
 
 from services.router.http.middleware import ClientGone
@@ -55,6 +56,15 @@ class EventStream:
                 await self._send_message(message)
         except (TimeoutError, OSError) as error:
             raise ClientGone from error
+
+
+async def send_whole(response: Response, send: Send, piece_bytes: int) -> None:
+    """In pieces, so that no more of it than a piece lies in the connection while its reader takes its time."""
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    body = bytes(response.body)
+    for start in range(0, max(len(body), 1), piece_bytes):
+        end = start + piece_bytes
+        await send({"type": "http.response.body", "body": body[start:end], "more_body": end < len(body)})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT], abort_timeout_s: float) -> ResultT:

@@ -544,8 +544,8 @@ def test_limit_per_key_and_over_all() -> None:
 
 
 def test_a_slow_reader_pauses_only_itself() -> None:
-    """A reader that takes nothing holds a bounded number of chunks, is dropped after a while, and delays nobody."""
-    settings = HttpSettings(served_model_names=("tiny",), stream_buffer_chunks=4, send_timeout_s=0.5, max_logprobs=20)
+    """A reader that takes nothing holds a bounded number of bytes, is dropped after a while, and delays nobody."""
+    settings = HttpSettings(served_model_names=("tiny",), stream_buffer_bytes=4096, slow_client_timeout_s=0.5)
     long = ScriptedGenerator(lambda request: [50] * request.params.max_tokens, block=1)
     with LiveServer(long, TOKENIZER, settings, context_limit=100_000) as live:
         host, _, port = live.url.removeprefix("http://").partition(":")

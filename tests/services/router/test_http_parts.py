@@ -21,6 +21,7 @@ from moot.core.errors import (
     RateLimited,
     Unauthenticated,
 )
+from moot.metrics import Metrics
 from services.router.auth import ApiKeys, key_hash
 from services.router.http import HttpSettings, serve_http
 from services.router.limits import Admission
@@ -54,7 +55,8 @@ def test_admission_counts_and_gives_back() -> None:
     """Refusals take nothing; every place comes back when the ticket closes, also after an error."""
 
     async def scenario() -> None:
-        admission = Admission(max_in_flight=4, max_per_caller=3, retry_after_s=1)
+        settings = HttpSettings(served_model_names=("tiny",), max_choices_in_flight=4, max_choices_per_key=3)
+        admission = Admission(settings, Metrics())
         with admission.enter("a") as first:
             first.grow(3)
             with pytest.raises(RateLimited):

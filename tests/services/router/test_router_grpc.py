@@ -325,7 +325,7 @@ def test_a_caller_that_reads_nothing_is_dropped() -> None:
     """What it does not take waits for a bounded time only: then its places and sessions are free."""
 
     async def main() -> None:
-        async with served(send_timeout_s=0.2) as router:
+        async with served(slow_client_timeout_s=0.2) as router:
             router.router.verifiers[0].step_s = 0
             fields = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "logprobs": 20, "n": 4}
             # The transport holds little, so that little has to be generated until it takes no more.
