@@ -158,3 +158,17 @@ class LeaseHeld(StoreError):
 
 class RecordNotFound(StoreError):
     pass
+
+
+_MEMORY_WORDS = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
+"""What torch's allocators, its libraries and the system say in errors of no class of their own."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation has failed: the same with less may succeed. torch's class is told by its name: who asks may
+    have no torch."""
+    if isinstance(error, NoCapacity | MemoryError):
+        return True
+    if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(word in str(error) for word in _MEMORY_WORDS)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moot.core.errors import NoCapacity
+from moot.core.errors import NoCapacity, is_out_of_memory
+from moot.faults import fault
 from moot.model.arena import Arena, Slab
 from moot.model.cache import KvCache, Pending
 
@@ -110,7 +111,13 @@ class SequenceCache(KvCache):
         surplus = self.num_slots - round_up(self.length, PAGE_SLOTS)
         if surplus > PAGE_SLOTS:
             # One page of slack stays, so that a crop at a page border does not allocate twice.
-            self._move(self.num_slots - surplus + PAGE_SLOTS)
+            try:
+                self._move(self.num_slots - surplus + PAGE_SLOTS)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Giving back takes memory first: what there is stays, and stays charged.
+                return
             self._pool.give_back(surplus - PAGE_SLOTS)
 
     @torch.inference_mode()
@@ -134,7 +141,12 @@ class SequenceCache(KvCache):
         self.pending = None
 
     def _move(self, num_slots: int) -> None:
-        """Into new memory, zeros but for the committed slots. The old memory is nobody's afterwards."""
+        """Into new memory, zeros but for the committed slots. The old memory is nobody's afterwards.
+
+        Raises what the allocator does; then nothing has changed. Fault point: `kv.allocate=memory:SLOTS` (for more).
+        """
+        if (found := fault("kv.allocate")) and found.action == "memory" and num_slots > int(found.argument):
+            raise MemoryError("fault point kv.allocate")
         old, slab = self.slab, self._new_slab(num_slots)
         data = self._allocate(num_slots) if slab is None else slab.data
         data[:, :, : self.length] = self.data[:, :, : self.length]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moot import trace
+from moot.core.errors import is_out_of_memory
 from moot.metrics import Metrics
 from moot.proposers.base import Ask, Chain, Proposer
 from services.drafter import faults
@@ -113,9 +114,16 @@ class Drafting:
         return bool(ahead)
 
     def fail(self, error: Exception, sessions: Sequence[tuple[Stream, int]]) -> None:
-        """Log the defect and forget the sessions: their next ask is answered with unknown session."""
-        _log.error("the proposer failed", exc_info=error, extra={"kind": self._proposer.kind})
-        self._metrics.asks_dropped.labels("failed").inc(len(sessions))
+        """Log the defect and forget the sessions: their next ask is answered with unknown session, and opens them anew
+        with what memory there is by then."""
+        if is_out_of_memory(error):
+            # Its frames hold what had been allocated.
+            error.__traceback__ = None
+            _log.warning("no memory to draft", extra={"kind": self._proposer.kind, "num_sessions": len(sessions)})
+            self._metrics.asks_dropped.labels("memory").inc(len(sessions))
+        else:
+            _log.error("the proposer failed", exc_info=error, extra={"kind": self._proposer.kind})
+            self._metrics.asks_dropped.labels("failed").inc(len(sessions))
         for stream, session_id in sessions:
             self.table.close(stream, session_id)
 
@@ -195,6 +203,7 @@ class Drafting:
         num_ahead = sum(ask.is_ahead for ask in asks)
         with trace.span("draft", num_asked=len(asks) - num_ahead, num_ahead=num_ahead):
             try:
+                faults.shortage(len(asks))
                 return self._proposer.propose(asks)
             except Exception as error:  # noqa: BLE001 - see above
                 self.fail(error, [(session.stream, session.session_id) for session in sessions])

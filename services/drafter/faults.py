@@ -2,7 +2,8 @@
 
 `delay:SECONDS` and `freeze` stand still before drafting; `lie` answers random ids; `garbage[:form]` answers what no
 drafter may: form `range` (ids outside the vocabulary), `long` (more than asked for), `empty` (a proposal without
-ids), `confidences` (too few of them); without a form, one after the other. After `@` a request id limits it to that.
+ids), `confidences` (too few of them); without a form, one after the other. `memory:SESSIONS` has no memory to draft for
+more than so many at once. After `@` a request id limits it to that.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ FORMS = ("range", "long", "empty", "confidences")
 def delay_s(request_ids: Sequence[str]) -> float:
     """Seconds to stand still before drafting for these requests."""
     return max((fault_delay_s(fault(POINT, request_id)) for request_id in request_ids), default=0.0)
+
+
+def shortage(num_sessions: int) -> None:
+    """Raises MemoryError where there is to be none for so many."""
+    found = fault(POINT)
+    if found is not None and found.action == "memory" and num_sessions > int(found.argument):
+        raise MemoryError(f"fault point {POINT}")
 
 
 def corrupted(chains: list[Chain], ask: Propose, request_id: str, vocab_size: int) -> list[Chain]:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from moot.core.errors import is_out_of_memory
 from moot.core.types import ROOT, Proposal
 from moot.faults import act, fault
 from moot.metrics import Metrics
@@ -16,7 +17,7 @@ from moot.model.logits import joined
 from moot.model.sampler import Sampler
 from moot.model.trees import depths_of
 from moot.proposers.inside import NO_GUESSES, Guesses, InsideAsk, InsideDrafter
-from services.verifier.outcomes import DeviceLost, Outcome, Sampled, is_out_of_memory
+from services.verifier.outcomes import DeviceLost, Outcome, Sampled, is_device_lost
 from services.verifier.sessions import Session
 
 _log = logging.getLogger("moot.verifier")
@@ -68,7 +69,13 @@ class InsideDrafters:
         if not sampled:
             return {}
         found: dict[int, list[Proposal]] = {one.session.arrival: [] for one in sampled}
-        answers = self._answers(sampled)
+        try:
+            answers = self._answers(sampled)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._abstain()
+            return {}
         for drafter in self.drafters:
             name = drafter.drafter_id
             wanting = [one for one in sampled if name in one.session.inside_drafter_ids]
@@ -112,18 +119,28 @@ class InsideDrafters:
                 act(failing := fault("verifier.inside", session.request_id))
                 if failing and failing.action == "raise":
                     raise RuntimeError("fault point verifier.inside")
+                if failing and failing.action == "memory" and len(sessions) > int(failing.argument):
+                    raise torch.OutOfMemoryError("fault point verifier.inside")
             return call()
-        except torch.AcceleratorError as error:
-            raise DeviceLost(str(error)) from error
-        except Exception as error:  # noqa: BLE001 - a drafter's mistake ends the drafter, and no session
+        except Exception as error:  # a drafter's mistake ends the drafter, and no session
+            if is_device_lost(error):
+                raise DeviceLost(str(error)) from error
             if is_out_of_memory(error):
-                _log.warning("no memory for a drafter in this step", extra={"drafter": name})
-                self._metrics.proposals_dropped.labels(name, "memory").inc()
+                error.__traceback__ = None
+                self._abstain(name)
                 return None
             _log.exception("a drafter failed and is not asked again", extra={"drafter": name})
             self._metrics.proposals_dropped.labels(name, "failed").inc()
             self.drafters = tuple(one for one in self.drafters if one is not drafter)
             return None
+
+    def _abstain(self, *names: str) -> None:
+        """These, or all, have nothing to say in this step: there is no memory for it."""
+        names = names or tuple(drafter.drafter_id for drafter in self.drafters)
+        _log.warning("no memory for drafters in this step", extra={"drafters": ", ".join(names)})
+        self._metrics.out_of_memory.labels("drafter").inc()
+        for name in names:
+            self._metrics.proposals_dropped.labels(name, "memory").inc()
 
 
 def _is_wanted(session: Session) -> bool:

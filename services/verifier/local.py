@@ -17,6 +17,7 @@ from moot.core.errors import (
     InvalidRequest,
     MootError,
     NoCapacity,
+    OutOfMemory,
     RequestPoisoned,
     SessionError,
     UnknownSession,
@@ -32,6 +33,7 @@ _ERRORS: dict[FailureCode, type[MootError]] = {
     FailureCode.NO_CAPACITY: NoCapacity,
     FailureCode.DRAINING: Draining,
     FailureCode.INTERNAL: SessionError,
+    FailureCode.NO_MEMORY: OutOfMemory,
 }
 
 _session_ids = itertools.count(1)

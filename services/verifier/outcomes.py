@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moot.core.acceptance import Walk
-from moot.core.errors import NoCapacity, RequestPoisoned
+from moot.core.errors import RequestPoisoned, is_out_of_memory
 from moot.core.types import TokenLogprobs
 from services.verifier.commands import FailureCode
 from services.verifier.sessions import Session
@@ -58,13 +58,12 @@ def broken(session: Session, error: Exception) -> Broken:
     if isinstance(error, RequestPoisoned):
         return Broken(session, FailureCode.POISONED, str(error))
     if is_out_of_memory(error):
-        return Broken(session, FailureCode.NO_CAPACITY, "no memory for this request")
+        return Broken(session, FailureCode.NO_MEMORY, "no memory for this request")
     # The text of an unknown error may quote what a user wrote: only its name leaves this process.
     _log.error("a request failed", exc_info=error, extra={"failed_request_id": session.request_id})
     return Broken(session, FailureCode.INTERNAL, f"internal error ({type(error).__name__})")
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """torch raises a plain RuntimeError when the host's allocator has nothing left."""
-    kinds = NoCapacity | torch.OutOfMemoryError | MemoryError
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)
+def is_device_lost(error: Exception) -> bool:
+    """Of the accelerator's errors all but a failed allocation, which leaves its context as it was."""
+    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)

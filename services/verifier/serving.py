@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moot.core.errors import is_out_of_memory
 from moot.core.gathering import CPU_SHARE, Gathering
 from moot.core.scheduler import Batch, Limits, Scheduler
 from moot.core.types import ModelInfo, Verification
@@ -70,7 +71,8 @@ class Serving:
         batch_sampler = BatchSampler(sampler) if samples_at_once(runner) else None
         drafters = create_all_inside(config.drafters, "--drafters", runner)
         self.inside = InsideDrafters(drafters, sampler, config.max_draft_tokens, metrics)
-        self.steps = StepRunner(runner, Walks(sampler, progress, batch_sampler), progress, bool(drafters))
+        walks = Walks(sampler, progress, batch_sampler)
+        self.steps = StepRunner(runner, walks, progress, bool(drafters), self.sharing.give_up, self._count_shortage)
         self._pool = runner.pool
         self._desk = Desk(info, config.max_draft_tokens, config.max_message_bytes, runner.new_cache)
         self._intake = intake
@@ -132,7 +134,13 @@ class Serving:
 
     def _open(self, stream: Stream, command: Open, arrived_ns: int) -> None:
         num_tokens = len(command.prompt_token_ids) + len(command.output_token_ids)
-        result = self._desk.open(stream, command, arrived_ns)
+        try:
+            result = self._desk.open(stream, command, arrived_ns)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._count_shortage("request")
+            result = Failed(command.session_id, FailureCode.NO_MEMORY, "no memory for this request")
         if isinstance(result, Session):
             result.num_waiting_tokens = num_tokens
             result.traced = self._tracing.begin("verifier session", command.traceparent, request_id=command.request_id)
@@ -155,12 +163,36 @@ class Serving:
 
     def _admit(self, session: Session) -> None:
         """A session gets KV: first what others have computed of its prompt."""
-        num_cached = self.sharing.fill(session)
+        num_cached = self._filled(session)
         if session.work is not None and session.work.is_opening and not session.was_admitted:
             session.num_cached_tokens = num_cached
             self._metrics.prefix_cache_queries.inc(session.num_prompt_tokens)
             self._metrics.prefix_cache_hits.inc(num_cached)
         session.was_admitted = True
+
+    def _filled(self, session: Session) -> int:
+        """Tokens that its cache was given. Without memory for them they are computed, in steps as small as need be."""
+        try:
+            return self.sharing.fill(session)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        session.cache.free()
+        session.cached_length = 0
+        self._count_shortage("prefix")
+        return 0
+
+    def _keep(self, session: Session) -> None:
+        try:
+            self.sharing.keep(session)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.sharing.leave(session)
+            self._count_shortage("prefix")
+
+    def _count_shortage(self, cost: str) -> None:
+        self._metrics.out_of_memory.labels(cost).inc()
 
     def _compute(self, batch: Batch[Session]) -> None:
         start_ns = time.monotonic_ns()
@@ -176,7 +208,7 @@ class Serving:
             if isinstance(outcome, Broken):
                 self._fail(session, outcome.code, outcome.message)
                 continue
-            self.sharing.keep(session)
+            self._keep(session)
             if isinstance(outcome, Prefilled) or work is None:
                 continue
             verification = Verification(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moot.faults import fault
 from services.verifier.prefix_cache import PrefixCache, block_hashes
 from services.verifier.sessions import Session
 
@@ -40,7 +41,19 @@ class PrefixSharing:
         while start < end and session.block_hashes[start] in self.cache:
             start += 1
         if start < end:
+            if (found := fault("verifier.share")) and found.action == "memory":
+                raise MemoryError("fault point verifier.share")
             size = self.cache.block_tokens
             blocks = [session.cache.read_block(index * size, (index + 1) * size) for index in range(start, end)]
             self.cache.insert(session.block_hashes[:end], blocks)
         session.num_shared_blocks = max(session.num_shared_blocks, end)
+
+    def leave(self, session: Session) -> None:
+        """What `session` holds by now and nobody has shared is not shared any more."""
+        session.num_shared_blocks = len(session.block_hashes)
+
+    def give_up(self) -> bool:
+        """Let go of all blocks: they spare time, and somebody has no memory. False: there were none."""
+        had_some = len(self.cache) > 0
+        self.cache.clear()
+        return had_some

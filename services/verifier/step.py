@@ -1,8 +1,8 @@
 """One forward pass for a batch, and the sample-and-match walk for each request in it.
 
 Whatever goes wrong stays with the request that caused it: a forward pass that raises is repeated in halves until the
-guilty request is alone; one without memory is repeated smaller, at last without its draft; a row of NaN ends its own
-session.
+guilty request is alone; one without memory is repeated smaller, then with what can be spared given up, at last without
+its draft; a row of NaN ends its own session.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moot.core.errors import RequestPoisoned
+from moot.core.errors import RequestPoisoned, is_out_of_memory
 from moot.core.scheduler import BatchItem
 from moot.core.types import ROOT, Draft
 from moot.faults import act, fault
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
-from services.verifier.outcomes import DeviceLost, Outcome, Prefilled, Sampled, broken, is_out_of_memory
+from services.verifier.outcomes import DeviceLost, Outcome, Prefilled, Sampled, broken, is_device_lost
 from services.verifier.sessions import Session, Work
 from services.verifier.walks import Walks, row_of_nodes
 
@@ -29,9 +29,18 @@ class StepRunner:
     """Not thread-safe: the compute thread owns it. `progress` is called often while something is computed."""
 
     def __init__(
-        self, runner: ModelRunner, walks: Walks, progress: Callable[[], None], keeps_states: bool = False
+        self,
+        runner: ModelRunner,
+        walks: Walks,
+        progress: Callable[[], None],
+        keeps_states: bool = False,
+        spare: Callable[[], bool] = lambda: False,
+        on_shortage: Callable[[str], None] = lambda cost: None,
     ) -> None:
-        """`keeps_states`: outcomes carry hidden states."""
+        """`keeps_states`: outcomes carry hidden states. `spare` gives up memory that nothing depends on; False: there
+        is none. `on_shortage` is told what an allocation that failed has cost: one of metrics.OUT_OF_MEMORY."""
+        self._spare = spare
+        self._on_shortage = on_shortage
         self._runner = runner
         self.walks = walks
         self._progress = progress
@@ -64,12 +73,16 @@ class StepRunner:
                 work = item.session.work
                 if work is None or work.is_opening or not _may_be_the_drafts(error, work):
                     raise
+                if is_out_of_memory(error):
+                    self._on_shortage("draft")
                 return self._advance(*self._without_drafts(item, work))
         except DeviceLost:
             raise
-        except torch.AcceleratorError as error:
-            raise DeviceLost(str(error)) from error
-        except Exception as error:  # noqa: BLE001 - one request's failure must not reach the others
+        except Exception as error:  # one request's failure must not reach the others
+            if is_device_lost(error):
+                raise DeviceLost(str(error)) from error
+            if is_out_of_memory(error):
+                self._on_shortage("request")
             return broken(item.session, error)
 
     def _without_drafts(self, item: Item, work: Work) -> tuple[Item, Tensor | Exception]:
@@ -88,32 +101,49 @@ class StepRunner:
     def _forward(self, items: Sequence[Item]) -> list[tuple[Item, Tensor | Exception]]:
         """Logits per item, [rows, vocab] float32; an exception for an item that fails on its own."""
         try:
-            for item in items:
-                act(found := fault("verifier.forward", item.session.request_id))
-                if found and found.action == "raise":
-                    raise RuntimeError("fault point verifier.forward")
-                if found and found.action == "memory" and sum(item.num_tokens for item in items) > int(found.argument):
-                    raise torch.OutOfMemoryError("fault point verifier.forward")
-            logits = self._runner.forward([_input_of(item) for item in items], self._progress)
+            progress = self._faulty(items) or self._progress
+            logits = self._runner.forward([_input_of(item) for item in items], progress)
             if self._keeps_states:
                 states = self._runner.states()
                 self._states.update({item.session.arrival: one for item, one in zip(items, states, strict=True)})
             return [(item, self._without_guesses(item, rows)) for item, rows in zip(items, logits, strict=True)]
-        except torch.AcceleratorError as error:
-            raise DeviceLost(str(error)) from error
-        except Exception as error:  # noqa: BLE001 - which of the requests raised is found out by halving
+        except Exception as error:  # which of the requests raised is found out by halving
+            if is_device_lost(error):
+                raise DeviceLost(str(error)) from error
             if is_out_of_memory(error):
                 # Its frames hold what the failed pass had allocated.
                 error.__traceback__ = None
             for item in items:
                 item.session.cache.crop(item.session.cache.length)
-            if len(items) > 1:
-                middle = len(items) // 2
-                return [*self._forward(items[:middle]), *self._forward(items[middle:])]
-            (item,) = items
-            if is_out_of_memory(error) and item.num_prefix_tokens > 1:
-                return self._forward([BatchItem(item.session, item.num_prefix_tokens // 2, False)])
-            return [(item, error)]
+            return self._smaller(items, error)
+
+    def _smaller(self, items: Sequence[Item], error: Exception) -> list[tuple[Item, Tensor | Exception]]:
+        """What is to be done instead of a pass that raised `error`."""
+        is_short = is_out_of_memory(error)
+        if len(items) > 1:
+            if is_short:
+                self._on_shortage("step")
+            middle = len(items) // 2
+            return [*self._forward(items[:middle]), *self._forward(items[middle:])]
+        (item,) = items
+        if is_short and self._spare():
+            self._on_shortage("prefix")
+            return self._forward(items)
+        if is_short and item.num_prefix_tokens > 1:
+            self._on_shortage("step")
+            return self._forward([BatchItem(item.session, item.num_prefix_tokens // 2, False)])
+        return [(item, error)]
+
+    def _faulty(self, items: Sequence[Item]) -> Callable[[], None] | None:
+        """The fault point `verifier.forward`; `memory:TOKENS`: a pass of more than so many fails at its second tile,
+        with all caches grown and half written."""
+        for item in items:
+            act(found := fault("verifier.forward", item.session.request_id))
+            if found and found.action == "raise":
+                raise RuntimeError("fault point verifier.forward")
+            if found and found.action == "memory" and sum(item.num_tokens for item in items) > int(found.argument):
+                return _failing_after(1)
+        return None
 
     def _advance(self, item: Item, logits: Tensor | Exception) -> Outcome:
         """Raises what the forward pass came to, and what sampling finds; then the session has not changed."""
@@ -153,6 +183,18 @@ class StepRunner:
         count = len(logits) - len(work.guesses.token_ids)
         self._guess_logits[item.session.arrival] = logits[count:]
         return logits[:count]
+
+
+def _failing_after(count: int) -> Callable[[], None]:
+    left = count
+
+    def progress() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise torch.OutOfMemoryError("fault point verifier.forward")
+
+    return progress
 
 
 def _may_be_the_drafts(error: Exception, work: Work) -> bool:

@@ -15,7 +15,7 @@ from moot.model.batch_sampler import BatchSampler, Drawn, RowSpec
 from moot.model.candidates import likeliest
 from moot.model.logits import joined
 from moot.model.sampler import Sampler
-from services.verifier.outcomes import DeviceLost
+from services.verifier.outcomes import DeviceLost, is_device_lost
 from services.verifier.sessions import Session, Work
 
 _log = logging.getLogger("moot.verifier")
@@ -54,9 +54,9 @@ class Walks:
                 self._look_up([(session, rows) for session, _, rows in results])
             else:
                 self._draw_all(self._batch_sampler, results)
-        except torch.AcceleratorError as error:
-            raise DeviceLost(str(error)) from error
-        except Exception as error:  # noqa: BLE001 - done row by row, it fails for the request that causes it
+        except Exception as error:  # done row by row, it fails for the request that causes it
+            if is_device_lost(error):
+                raise DeviceLost(str(error)) from error
             _log.warning("rows are drawn one by one", exc_info=error)
 
     def _draw_all(self, sampler: BatchSampler, results: Sequence[tuple[Session, Work, Tensor]]) -> None:

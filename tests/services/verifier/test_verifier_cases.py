@@ -465,7 +465,7 @@ def test_a_draft_without_memory_is_left_out(
     monkeypatch.setattr(faults, "_active", faults.parse_faults("verifier.forward=memory:0@tight"))
     results = run(engine, [play([5], params, request_id="tight"), play([6], params, lambda _: draft)])
     assert results[0].failure is not None
-    assert results[0].failure.code is FailureCode.NO_CAPACITY
+    assert results[0].failure.code is FailureCode.NO_MEMORY
     assert results[1].output_token_ids == expected[1]
 
 
