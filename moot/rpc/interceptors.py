@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import math
@@ -29,6 +30,9 @@ from moot.core.errors import (
 )
 
 _log = logging.getLogger("moot.rpc")
+
+_ABORT_S = 1.0
+"""For a peer that does not read to be told its status."""
 
 _CODES: tuple[tuple[type[MootError], grpc.StatusCode], ...] = (
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
@@ -58,18 +62,27 @@ def retry_after_s(error: MootError) -> float | None:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    if not isinstance(error, MootError):
+    status, text = grpc.StatusCode.INTERNAL, "internal error"
+    metadata = []
+    if isinstance(error, MootError):
+        status, text = status_of(error), str(error)
+        if isinstance(error, InvalidRequest) and error.param:
+            metadata.append(("moot-param", error.param))
+        if isinstance(error, ModelNotFound):
+            metadata.append(("moot-param", "model"))
+        if (seconds := retry_after_s(error)) is not None:
+            metadata.append(("retry-after", str(max(1, math.ceil(seconds)))))
+    else:
         # The message of an unknown error may quote a prompt: it goes neither to the caller nor to the log.
         _log.error("unexpected %s in a handler", type(error).__name__, exc_info=error)
-        await context.abort(grpc.StatusCode.INTERNAL, "internal error")
-    metadata = []
-    if isinstance(error, InvalidRequest) and error.param:
-        metadata.append(("moot-param", error.param))
-    if isinstance(error, ModelNotFound):
-        metadata.append(("moot-param", "model"))
-    if (seconds := retry_after_s(error)) is not None:
-        metadata.append(("retry-after", str(max(1, math.ceil(seconds)))))
-    await context.abort(status_of(error), str(error), tuple(metadata))
+    # Its frames hold what the request held, and a peer that reads nothing does not read its status either.
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    try:
+        async with asyncio.timeout(_ABORT_S):
+            await context.abort(status, text, tuple(metadata))
+    except TimeoutError:
+        # gRPC keeps the status, and what was written, for as long as the connection lasts; nothing else is kept.
+        raise asyncio.CancelledError from None
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

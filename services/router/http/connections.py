@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 log = logging.getLogger(__name__)
+
+_NO_LINGER = struct.pack("ii", 1, 0)
 
 
 def connections(buffer_bytes: int, timeout_s: float, on_slow: Callable[[], None]) -> type[asyncio.Protocol]:
@@ -78,6 +81,9 @@ def connections(buffer_bytes: int, timeout_s: float, on_slow: Callable[[], None]
                 return
             on_slow()
             log.info("a slow reader is cut off", extra={"num_bytes": left})
+            if (raw := self.transport.get_extra_info("socket")) is not None:
+                # Reset: else the system goes on offering what it holds to a reader that takes its time.
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self.transport.abort()
 
     return Connection

@@ -1,0 +1,197 @@
+"""Clients that read slowly or not at all, on real sockets: little waits for them, nobody else notices, all is freed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from asking import assert_same
+from faulty import STEP_DELAY, Rig, body
+from processes import LOOPBACK, Process, at_least, eventually, wait_metric
+from whole_system import running
+
+from moot.model.tiny import make_tiny_model
+from moot.v1 import router_service_pb2 as pb
+from moot.v1 import router_service_pb2_grpc
+
+TIMEOUT_S = 1.5
+BUFFER_BYTES = 8192
+MANY = {"max_tokens": 1900, "n": 4, "logprobs": 20, "num_speculative_tokens": 3}
+"""Some ten megabytes of answer, of which a stream may hold some tens of kilobytes."""
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    folder = tmp_path_factory.mktemp("slow-clients")
+    flags = ("--slow-client-timeout-s", str(TIMEOUT_S), "--stream-buffer-bytes", str(BUFFER_BYTES))
+    with running(
+        folder / "logs",
+        make_tiny_model(folder / "tiny"),
+        router_flags=("--in-process-drafters", "suffix", *flags),
+        verifier_flags=("--max-num-seqs", "24"),
+        faults={"verifier-0": STEP_DELAY},
+    ) as system:
+        yield Rig(system)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(rig: Rig) -> Iterator[None]:
+    """No request, no session, no KV, and no connection of a client."""
+    eventually(lambda: num_connections(rig.system.router) == 0, "no client is connected")
+    yield
+    rig.system.assert_idle()
+    eventually(lambda: num_connections(rig.system.router) == 0, "the router has closed the connections", 20)
+
+
+def num_connections(router: Process) -> int:
+    """Established ones at its HTTP port, as the system counts them for its process."""
+    found = 0
+    inodes = set()
+    for entry in Path(f"/proc/{router.child.process.pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(entry))
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        is_ours = f"socket:[{fields[9]}]" in inodes and int(fields[1].split(":")[1], 16) == router.port
+        found += is_ours and fields[3] != "0A"
+    return found
+
+
+def rss_bytes(process: Process) -> int:
+    pages = int(Path(f"/proc/{process.child.process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def sent(port: int, asked: dict[str, Any]) -> Iterator[socket.socket]:
+    """A connection with a small receive buffer on which a request was sent, and nothing is read."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.settimeout(30)
+        connection.connect((LOOPBACK, port))
+        data = json.dumps({"stream": True} | asked).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+        )
+        connection.sendall(f"{head}\r\n\r\n".encode() + data)
+        yield connection
+
+
+def read_on(connection: socket.socket) -> None:
+    while connection.recv(65536):
+        pass
+
+
+def cut(router: Process, api: str = "http") -> float:
+    return router.metric("moot_slow_clients_total", api=api)
+
+
+def gap_s(rig: Rig, index: int) -> float:
+    """Median time between pieces of a neighbour's answer, which must be right."""
+    asked = body(index, 60, num_speculative_tokens=0)
+    times: list[float] = []
+    ask = rig.ask(asked)
+    seen = 0
+    while not ask.is_over:
+        if (count := len(ask.reply.token_ids)) > seen:
+            seen = count
+            times.append(time.monotonic())
+        time.sleep(0.001)
+    assert_same(ask.result(), rig.expected(asked))
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
+
+
+def test_who_reads_nothing_is_paused_and_then_cut_off(rig: Rig) -> None:
+    """Six at once: few bytes wait for each while the verifier does nothing for it, a neighbour's answer is right and as
+    quick as alone, and after the time in which nothing was read each is cut off."""
+    router = rig.system.router
+    alone = [gap_s(rig, index) for index in range(2)]
+    before, tokens, memory = cut(router), router.metric("moot_generation_tokens_total"), rss_bytes(router)
+    with ExitStack() as stack:
+        for index in range(6):
+            stack.enter_context(sent(router.port, body(index) | MANY))
+        beside = [gap_s(rig, index) for index in range(2)]
+        wait_metric(router, "moot_slow_clients_total", at_least(before + 6), within_s=30, api="http")
+        rig.system.assert_idle()
+    made = router.metric("moot_generation_tokens_total") - tokens - 2 * 60
+    assert made < 0.2 * 6 * 4 * 1900, "they were not paused"
+    assert rss_bytes(router) - memory < 20e6
+    assert min(beside) < 3 * max(alone), (beside, alone)
+
+
+def test_who_reads_a_byte_a_second_is_cut_off(rig: Rig) -> None:
+    """Progress is three quarters of the buffer in the time, not a byte: the connection is reset under the reader."""
+    router = rig.system.router
+    before = cut(router)
+    with sent(router.port, body(1) | MANY) as connection:
+        deadline = time.monotonic() + 20
+        while cut(router) == before and time.monotonic() < deadline:
+            assert connection.recv(1)
+            time.sleep(0.2)
+        with pytest.raises(ConnectionResetError):
+            read_on(connection)
+    assert cut(router) == before + 1
+
+
+def test_who_reads_slowly_but_steadily_gets_everything(rig: Rig) -> None:
+    """A few times the buffer in the time is enough, though the answer takes many times the time."""
+    router = rig.system.router
+    before = cut(router)
+    asked = body(2, 60, logprobs=20)
+    received = bytearray()
+    with sent(router.port, asked | {"n": 4}) as connection:
+        while b"data: [DONE]" not in received:
+            received += connection.recv(4096)
+            time.sleep(0.04)
+    assert len(received) > 15 * BUFFER_BYTES
+    assert cut(router) == before
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["keep-alive", "close"])
+def test_a_whole_answer_nobody_reads_ends_too(rig: Rig, keeps: bool) -> None:
+    """It was made, and is let go of when nobody takes it: not the request's places, nor its connection are kept."""
+    router = rig.system.router
+    before = cut(router)
+    asked = body(1, 100, n=4, logprobs=20, stream=False)
+    with sent(router.port, asked) as connection:
+        if not keeps:
+            connection.shutdown(socket.SHUT_WR)
+        if keeps:
+            wait_metric(router, "moot_slow_clients_total", at_least(before + 1), within_s=30, api="http")
+        rig.system.assert_idle()
+
+
+def test_grpc_callers_that_read_nothing_are_cut_off(rig: Rig) -> None:
+    """As over HTTP: paused, then ended with DEADLINE_EXCEEDED; neighbours get their texts meanwhile."""
+    router = rig.system.router
+    grpc_port = int(router.child.facts["grpc_port"])
+    before, tokens = cut(router, "grpc"), router.metric("moot_generation_tokens_total")
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384)]
+    with grpc.insecure_channel(f"{LOOPBACK}:{grpc_port}", options) as channel:
+        stub = router_service_pb2_grpc.RouterServiceStub(channel)
+        fields = MANY | {"prompt": "x", "ignore_eos": True}
+        calls = [stub.Generate(pb.GenerateRequest(seed=seed, **fields)) for seed in range(3)]
+        for call in calls:
+            next(call)
+        rig.ask_right(1)
+        wait_metric(router, "moot_slow_clients_total", at_least(before + 3), within_s=40, api="grpc")
+        rig.system.assert_idle()
+        made = router.metric("moot_generation_tokens_total") - tokens
+        assert made < 0.5 * 3 * 4 * 1900, "they were not paused"
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as ended:
+                for _ in call:
+                    pass
+            assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
