@@ -38,10 +38,13 @@ class Reply:
 
 
 class Ask:
-    """A request that has been sent. `chat`: by /v1/chat/completions, else /v1/completions."""
+    """A request that has been sent. `chat`: by /v1/chat/completions, else /v1/completions. `key`: shown, if any."""
 
-    def __init__(self, port: int, body: dict[str, Any], *, stream: bool = True, chat: bool = False) -> None:
+    def __init__(
+        self, port: int, body: dict[str, Any], *, stream: bool = True, chat: bool = False, key: str = ""
+    ) -> None:
         self.reply = Reply()
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._body = {"stream": stream, "return_token_ids": True, "include_metrics": True} | body
         self._path = "/v1/chat/completions" if chat else "/v1/completions"
         self._connection = http.client.HTTPConnection(LOOPBACK, port, timeout=READ_TIMEOUT_S)
@@ -77,8 +80,7 @@ class Ask:
     def _run(self) -> None:
         started = time.monotonic()
         try:
-            headers = {"Content-Type": "application/json"}
-            self._connection.request("POST", self._path, json.dumps(self._body), headers)
+            self._connection.request("POST", self._path, json.dumps(self._body), self._headers)
             response = self._connection.getresponse()
             self.reply.headers = {name.lower(): value for name, value in response.getheaders()}
             self.reply.status = response.status

@@ -1,0 +1,204 @@
+"""More than can be served: drafting stops, then requests are refused at once, and those that were accepted go on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from asking import Ask, Reply, assert_same
+from faulty import STEP_DELAY, Rig, body
+from processes import LOOPBACK, Process, at_least, equal_to, wait_metric
+from test_faults_clients import status_of
+from whole_system import running
+
+from moot.model.tiny import make_tiny_model
+from moot.v1 import router_service_pb2 as pb
+from moot.v1 import router_service_pb2_grpc
+
+SEQS = 4
+KEYS = ("one", "two", "three", "four")
+LONG = 400
+COST = LONG + len(body(0)["prompt"].encode())
+"""Tokens that a request of `LONG` counts in the queue."""
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """Four places in the verifier and thousands of tokens of waiting room; a second router has little of it."""
+    folder = tmp_path_factory.mktemp("overload")
+    with running(
+        folder / "logs",
+        make_tiny_model(folder / "tiny"),
+        verifier_flags=("--max-num-seqs", str(SEQS), "--max-waiting-seqs", "8"),
+        router_flags=("--in-process-drafters", "suffix", "--asks", "all"),
+        faults={"verifier-0": STEP_DELAY},
+    ) as system:
+        yield Rig(system)
+
+
+@pytest.fixture(scope="module")
+def narrow(rig: Rig) -> Process:
+    """A router that lets three such requests wait, and one of each key."""
+    return rig.system.add_router(
+        (
+            *("--max-queued-tokens", str(3 * COST), "--max-queued-tokens-per-key", str(COST + 50)),
+            *("--api-key", ",".join(KEYS), "--in-process-drafters", "suffix", "--asks", "all"),
+        )
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(rig: Rig) -> Iterator[None]:
+    yield
+    rig.system.assert_idle()
+    for router in rig.system.routers:
+        wait_metric(router, "moot_queued_tokens", equal_to(0))
+
+
+@contextmanager
+def busy(router: Process, num: int, num_with_tokens: int, key: str = "", **fields: object) -> Iterator[list[Ask]]:
+    """`num` long requests, the first of which run; given up on leaving."""
+    asks: list[Ask] = []
+    before = router.metric("moot_num_requests_running")
+    try:
+        for index in range(num):
+            asks.append(Ask(router.port, body(index, LONG, **fields), key=key))
+            if index < num_with_tokens:
+                asks[-1].wait_tokens(1)
+        wait_metric(router, "moot_num_requests_running", at_least(before + num))
+        yield asks
+    finally:
+        for ask in asks:
+            ask.give_up()
+
+
+def refused(reply: Reply, status: int, code: str) -> None:
+    assert reply.status == status, reply
+    assert reply.error is not None
+    assert reply.error["code"] == code
+    assert 1 <= int(reply.headers["retry-after"]) <= 60
+
+
+def turned_away(router: Process, shortage: str) -> float:
+    return router.metric("moot_requests_turned_away_total", shortage=shortage)
+
+
+def test_drafting_stops_before_anybody_is_refused(rig: Rig) -> None:
+    """With more than half of the waiting room taken no round drafts; with less they do again. Texts are right."""
+    router = rig.system.router
+    asked = body(0, 60)
+    right = rig.expected(asked)
+    before = router.metric("moot_draft_tokens_total")
+    assert_same(rig.ask(asked).result(), right)
+    assert router.metric("moot_draft_tokens_total") > before
+    with busy(router, SEQS + 4, SEQS):
+        assert router.metric("moot_degraded", mode="no_speculation") == 0
+        with busy(router, 2, 0, drafters=["suffix"]):
+            wait_metric(router, "moot_degraded", equal_to(1), mode="no_speculation")
+            rounds, drafted = router.metric("moot_rounds_total"), router.metric("moot_draft_tokens_total")
+            # Rounds that had been planned before draft on: one for each request that runs.
+            wait_metric(router, "moot_rounds_total", at_least(rounds + 20 * SEQS))
+            assert router.metric("moot_draft_tokens_total") - drafted <= 16 * SEQS
+            assert turned_away(router, "places") == 0
+        wait_metric(router, "moot_degraded", equal_to(0), mode="no_speculation")
+        drafted = router.metric("moot_draft_tokens_total")
+        wait_metric(router, "moot_draft_tokens_total", at_least(drafted + 1))
+
+
+def test_a_full_verifier_is_known_before_it_is_asked(rig: Rig) -> None:
+    """Every place and every waiting place taken: 503 with Retry-After at once, over HTTP and gRPC; health stays green,
+    readiness too, refusals are counted by what was short, and a place that comes free is used."""
+    router = rig.system.router
+    grpc_port = int(router.child.facts["grpc_port"])
+    before = turned_away(router, "places")
+    with busy(router, SEQS + 8, SEQS) as asks:
+        replies = [Ask(router.port, body(index), stream=index % 2 > 0).result() for index in range(20)]
+        for reply in replies:
+            refused(reply, 503, "no_capacity")
+        assert statistics.median(reply.seconds for reply in replies) < 0.05
+        with grpc.insecure_channel(f"{LOOPBACK}:{grpc_port}") as channel:
+            call = router_service_pb2_grpc.RouterServiceStub(channel).Generate(pb.GenerateRequest(prompt="x"))
+            with pytest.raises(grpc.RpcError) as caught:
+                next(call)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert 1 <= int(dict(call.trailing_metadata())["retry-after"]) <= 60
+        assert turned_away(router, "places") == before + 21
+        assert [status_of(router.port, path) for path in ("/health", "/readyz", "/livez")] == [200, 200, 200]
+        asks[-1].give_up()
+        wait_metric(router, "moot_num_requests_running", equal_to(SEQS + 7))
+        last = Ask(router.port, body(1, 10))
+        wait_metric(router, "moot_num_requests_running", equal_to(SEQS + 8))
+        for ask in asks[:-1]:
+            ask.give_up()
+        assert_same(last.result(), rig.expected(body(1, 10)))
+
+
+def test_tokens_that_wait_are_bounded_over_all_and_per_key(rig: Rig, narrow: Process) -> None:
+    """A key with its share of the queue gets 429 while another is let in; with the whole queue taken all get 503. A
+    request that is too large for either is served when nothing waits."""
+    short = body(0, 60)
+    with ExitStack() as stack:
+        stack.enter_context(busy(narrow, SEQS + 1, SEQS, KEYS[0]))
+        wait_metric(narrow, "moot_queued_tokens", equal_to(COST))
+        refused(Ask(narrow.port, short, key=KEYS[0]).result(), 429, "rate_limit_exceeded")
+        assert turned_away(narrow, "caller_tokens") == 1
+        for key in KEYS[1:3]:
+            stack.enter_context(busy(narrow, 1, 0, key))
+        wait_metric(narrow, "moot_queued_tokens", equal_to(3 * COST))
+        refused(Ask(narrow.port, short, key=KEYS[3]).result(), 503, "no_capacity")
+        assert turned_away(narrow, "tokens") == 1
+        assert narrow.probe("/readyz") == 200
+    wait_metric(narrow, "moot_queued_tokens", equal_to(0))
+    huge = body(2, 10, prompt=[index % 250 for index in range(3 * COST)])
+    assert len(Ask(narrow.port, huge, key=KEYS[0]).result().token_ids) == 10
+
+
+def test_refusing_costs_no_memory_and_disturbs_nobody(rig: Rig) -> None:
+    """Two thousand refusals, as quickly as eight callers can ask: a running answer's pieces come as before, and the
+    router's memory is what it was."""
+    router = rig.system.router
+    with busy(router, SEQS + 8, SEQS) as asks:
+        quiet = gap_s(asks[0], 40)
+        refuse(router, 200)
+        before = rss_bytes(router)
+        count = turned_away(router, "places")
+        with ThreadPoolExecutor(1) as pool:
+            refusing = pool.submit(refuse, router, 2000)
+            loud = gap_s(asks[0], 40)
+            refusing.result()
+        assert turned_away(router, "places") == count + 2000
+        assert rss_bytes(router) - before < 4e6, "more than 2 KB a refusal"
+        assert loud < 4 * quiet, (loud, quiet)
+
+
+def refuse(router: Process, count: int) -> None:
+    def one(index: int) -> None:
+        refused(Ask(router.port, body(index), stream=False).result(), 503, "no_capacity")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(count)))
+
+
+def gap_s(ask: Ask, count: int) -> float:
+    """Median time between the next pieces of an answer."""
+    times, seen = [], len(ask.reply.token_ids)
+    while len(times) < count:
+        assert not ask.is_over, "the answer has ended"
+        if (now := len(ask.reply.token_ids)) > seen:
+            seen = now
+            times.append(time.monotonic())
+        time.sleep(0.001)
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
+
+
+def rss_bytes(process: Process) -> int:
+    pages = int(Path(f"/proc/{process.child.process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
