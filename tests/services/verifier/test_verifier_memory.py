@@ -113,7 +113,7 @@ def test_a_known_prefix_without_memory_is_computed_anew(make_engine: MakeEngine,
     assert counted(engine, "prefix") == 2
 
 
-class iter_play:
+class Stepped:
     """One request, advanced by single steps of its engine."""
 
     def __init__(self, engine: Engine, number: int, length: int) -> None:
