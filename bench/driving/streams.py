@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TIMEOUT_S = 300.0
+_RETRY_AFTER = re.compile(rb"\nretry-after: *([0-9]+)", re.IGNORECASE)
 
 
 @dataclass(slots=True)
@@ -28,6 +30,8 @@ class Reply:
     finish_reason: str | None = None
     error: str = ""
     is_whole: bool = False
+    retry_after_s: float = 0.0
+    """Told to a caller that was refused."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -81,6 +85,8 @@ async def ask(
             status = await reader.readline()
             reply.status = int(status.split()[1])
             headers = await reader.readuntil(b"\r\n\r\n")
+            if found := _RETRY_AFTER.search(headers):
+                reply.retry_after_s = float(found[1])
             if b"text/event-stream" not in headers.lower():
                 reply.error = (await reader.read()).decode(errors="replace")
                 reply.is_whole = reply.status == 200
