@@ -19,10 +19,10 @@ from moot.core.types import ModelInfo, SamplingParams
 from moot.proposers.siblings import Siblings
 from services.router.fields import Fields, is_text
 from services.router.prompts import read_messages, read_prediction, read_prompts, too_long
+from services.router.sampling_fields import MAX_INT, read_sampling
 from services.router.settings import HttpSettings
 from services.router.types import GenerationRequest
 
-_MAX_INT = 2**31 - 1
 _UNSUPPORTED = (
     "audio", "frequency_bias", "function_call", "functions", "grammar", "guided_choice", "guided_decoding_backend",
     "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "length_penalty", "logits_processors",
@@ -88,7 +88,7 @@ def parse_completion(
     if echo and num_logprobs is not None:
         fields.fail("echo", "together with logprobs is not supported")
     add_special_tokens = fields.boolean("add_special_tokens", True)
-    max_tokens = fields.integer("max_tokens", 1, _MAX_INT) or settings.default_completion_tokens
+    max_tokens = fields.integer("max_tokens", 1, MAX_INT) or settings.default_completion_tokens
     common = _common(fields, settings, info, drafter_ids, model, max_tokens, num_logprobs)
     if len(prompts) * common.n > settings.max_choices:
         fields.fail("n", f"times the number of prompts must be at most {settings.max_choices}")
@@ -112,8 +112,8 @@ def parse_chat(
     num_top = fields.integer("top_logprobs", 0, settings.max_logprobs)
     if num_top is not None and not wants_logprobs:
         fields.fail("top_logprobs", "needs `logprobs` to be true")
-    max_tokens = fields.integer("max_tokens", 1, _MAX_INT)
-    max_completion_tokens = fields.integer("max_completion_tokens", 1, _MAX_INT)
+    max_tokens = fields.integer("max_tokens", 1, MAX_INT)
+    max_completion_tokens = fields.integer("max_completion_tokens", 1, MAX_INT)
     if max_tokens is not None and max_completion_tokens not in (None, max_tokens):
         fields.fail("max_completion_tokens", "and `max_tokens` are the same limit: give one of them")
     fields.neutral("add_special_tokens", False)  # the template writes them
@@ -198,7 +198,7 @@ def _common(
     max_tokens: int | None,
     num_logprobs: int | None,
 ) -> CommonBody:
-    params = _sampling(fields, settings, info, num_logprobs)
+    params = read_sampling(fields, settings, info, num_logprobs)
     if max_tokens is not None and params.min_tokens > max_tokens:
         fields.fail("min_tokens", "is more than max_tokens")
     seed = fields.integer("seed", -(2**63), 2**63 - 1)
@@ -221,7 +221,7 @@ def _common(
         params=params,
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if seed is None else seed,
-        n=_or(fields.integer("n", 1, settings.max_n), 1),
+        n=fields.integer("n", 1, settings.max_n) or 1,
         stream=stream,
         include_usage=include_usage,
         stops=_stops(fields, settings),
@@ -236,57 +236,6 @@ def _common(
     )
     fields.finish()
     return common
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value
-
-
-def _number(fields: Fields, field: str, low: float, high: float, default: float, *, above: bool = False) -> float:
-    value = fields.number(field, low, high, above=above)
-    return default if value is None else value
-
-
-def _sampling(fields: Fields, settings: HttpSettings, info: ModelInfo, num_logprobs: int | None) -> SamplingParams:
-    top_k = _or(fields.integer("top_k", -1, _MAX_INT), 0)
-    allowed = fields.integers("allowed_token_ids", 0, info.vocab_size - 1, info.vocab_size)
-    if allowed is not None and not allowed:
-        fields.fail("allowed_token_ids", "must name at least one id")
-    return SamplingParams(
-        temperature=_number(fields, "temperature", 0, 2, 1.0),
-        top_k=0 if top_k < 1 or top_k >= info.vocab_size else top_k,
-        top_p=_number(fields, "top_p", 0, 1, 1.0, above=True),
-        min_p=_number(fields, "min_p", 0, 1, 0.0),
-        repetition_penalty=_number(fields, "repetition_penalty", 0.01, 100, 1.0),
-        presence_penalty=_number(fields, "presence_penalty", -2, 2, 0.0),
-        frequency_penalty=_number(fields, "frequency_penalty", -2, 2, 0.0),
-        logit_bias=_logit_bias(fields, settings, info),
-        allowed_token_ids=None if allowed is None else frozenset(allowed),
-        min_tokens=_or(fields.integer("min_tokens", 0, _MAX_INT), 0),
-        stop_token_ids=frozenset(
-            fields.integers("stop_token_ids", 0, info.vocab_size - 1, settings.max_stop_token_ids) or ()
-        ),
-        ignore_eos=fields.boolean("ignore_eos"),
-        logprobs=num_logprobs,
-    )
-
-
-def _logit_bias(fields: Fields, settings: HttpSettings, info: ModelInfo) -> dict[int, float]:
-    value = fields.take("logit_bias")
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or len(value) > settings.max_logit_bias:
-        fields.fail("logit_bias", f"must be an object of at most {settings.max_logit_bias} token ids")
-    bias: dict[int, float] = {}
-    for key, amount in value.items():
-        # The decimal spelling only, so that no id can be given twice ("7" and "07").
-        decimal = key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key
-        if not decimal or int(key) >= info.vocab_size:
-            fields.fail("logit_bias", f"must have token ids from 0 to {info.vocab_size - 1} as keys")
-        if isinstance(amount, bool) or not isinstance(amount, int | float) or not -100 <= amount <= 100:
-            fields.fail("logit_bias", "must have numbers from -100 to 100 as values")
-        bias[int(key)] = float(amount)
-    return bias
 
 
 def _stops(fields: Fields, settings: HttpSettings) -> tuple[str, ...]:
