@@ -15,7 +15,7 @@ import grpc
 import pytest
 from asking import Ask, Reply, assert_same
 from faulty import STEP_DELAY, Rig, body
-from processes import LOOPBACK, Process, at_least, equal_to, wait_metric
+from processes import LOOPBACK, Process, at_least, equal_to, eventually, wait_metric
 from test_faults_clients import status_of
 from whole_system import running
 
@@ -51,6 +51,7 @@ def narrow(rig: Rig) -> Process:
         (
             *("--max-queued-tokens", str(3 * COST), "--max-queued-tokens-per-key", str(COST + 50)),
             *("--api-key", ",".join(KEYS), "--in-process-drafters", "suffix", "--asks", "all"),
+            *("--no-verifier-wait-s", "30"),
         )
     )
 
@@ -92,7 +93,7 @@ def turned_away(router: Process, shortage: str) -> float:
 
 
 def test_drafting_stops_before_anybody_is_refused(rig: Rig) -> None:
-    """With more than half of the waiting room taken no round drafts; with less they do again. Texts are right."""
+    """C32: with more than half of the waiting room taken no round drafts; with less they do again. Texts are right."""
     router = rig.system.router
     asked = body(0, 60)
     right = rig.expected(asked)
@@ -159,6 +160,37 @@ def test_tokens_that_wait_are_bounded_over_all_and_per_key(rig: Rig, narrow: Pro
     wait_metric(narrow, "moot_queued_tokens", equal_to(0))
     huge = body(2, 10, prompt=[index % 250 for index in range(3 * COST)])
     assert len(Ask(narrow.port, huge, key=KEYS[0]).result().token_ids) == 10
+
+
+def test_routers_that_share_a_verifier_learn_that_it_is_full(rig: Rig, narrow: Process) -> None:
+    """What a router has let in before it knew waits for a place and gets it; until then it refuses others at once."""
+    (verifier,) = rig.system.verifiers
+    asked = body(1, 10)
+    right = rig.expected(asked)
+    before = turned_away(narrow, "places")
+    with busy(rig.system.router, SEQS + 8, SEQS) as asks:
+        wait_metric(verifier, "moot_num_sessions", equal_to(SEQS + 8))
+        waiting = Ask(narrow.port, asked, key=KEYS[0])
+        wait_metric(narrow, "moot_num_requests_running", equal_to(1))
+        eventually(lambda: is_refused_at_once(narrow), "the router knows")
+        assert turned_away(narrow, "places") > before
+        assert not waiting.is_over
+        for ask in asks:
+            ask.give_up()
+        assert_same(waiting.result(), right)
+    assert len(Ask(narrow.port, asked, key=KEYS[1]).result().token_ids) == 10
+
+
+def is_refused_at_once(router: Process) -> bool:
+    count = turned_away(router, "places")
+    ask = Ask(router.port, body(2, 10), key=KEYS[1])
+    eventually(lambda: ask.is_over or router.metric("moot_num_requests_running") == 2, "refused or let in")
+    if turned_away(router, "places") == count:
+        ask.give_up()
+        wait_metric(router, "moot_num_requests_running", equal_to(1))
+        return False
+    refused(ask.result(), 503, "no_capacity")
+    return True
 
 
 def test_refusing_costs_no_memory_and_disturbs_nobody(rig: Rig) -> None:

@@ -114,7 +114,7 @@ def gap_s(rig: Rig, index: int) -> float:
 
 
 def test_who_reads_nothing_is_paused_and_then_cut_off(rig: Rig) -> None:
-    """Six at once: few bytes wait for each while the verifier does nothing for it, a neighbour's answer is right and as
+    """C24: six at once: few bytes wait for each while the verifier does nothing, a neighbour's answer is right and as
     quick as alone, and after the time in which nothing was read each is cut off."""
     router = rig.system.router
     alone = [gap_s(rig, index) for index in range(2)]
