@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import math
@@ -77,12 +78,11 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
         _log.error("unexpected %s in a handler", type(error).__name__, exc_info=error)
     # Its frames hold what the request held, and a peer that reads nothing does not read its status either.
     error.__traceback__ = error.__cause__ = error.__context__ = None
-    try:
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_ABORT_S):
             await context.abort(status, text, tuple(metadata))
-    except TimeoutError:
-        # gRPC keeps the status, and what was written, for as long as the connection lasts; nothing else is kept.
-        raise asyncio.CancelledError from None
+    # gRPC keeps the status, and what was written, for as long as the connection lasts; nothing else is kept.
+    raise asyncio.CancelledError
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
