@@ -6,8 +6,8 @@ At capacity: as many callers as there are places, running (`seqs`) and waiting (
 has its answer; nobody is refused. At four times that: four times as many; who is refused comes again when the answer
 says. Both in turns, and the ratio is taken within each pair of turns. A tiny random model, whose step is made to last
 as long as a large one's by the fault point `verifier.step`, with model-free drafters in the router; before the pairs a
-few callers alone show that they draft. At the end 2,000 requests are refused in a row while the router is full, and its
-memory is read between them.
+few callers alone show that they draft. At the end 2,000 requests, after as many whose memory the process keeps for
+later ones, are refused in a row while the router is full, and its memory is read between them.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class OverloadConfig(SystemConfig):
     seqs: int = option(8, help="requests in the verifier's batch, and as many again may wait")
     step_ms: float = option(20.0, help="milliseconds that a step takes beside the tiny model's own")
     refusals: int = option(2000, help="requests refused in a row at the end")
+    warm_up: int = option(2000, help="requests refused before them")
 
 
 @dataclass(slots=True)
@@ -117,10 +118,10 @@ class Callers:
 
     async def refuse(self, count: int) -> list[tuple[int, int]]:
         """Refuse so many, as quickly as a few callers too many can ask: (refusals so far, the router's resident
-        bytes)."""
+        bytes) after the warm-up."""
         pid = self._system.router.process.pid
         sizes: list[tuple[int, int]] = []
-        refused = 0
+        refused = -self._config.warm_up
 
         async def one() -> None:
             nonlocal refused
@@ -129,7 +130,7 @@ class Callers:
                 if reply.status == 200:
                     continue
                 refused += 1
-                if refused % 50 == 0:
+                if refused >= 0 and refused % 50 == 0:
                     sizes.append((refused, memory_of(pid)[0]))
 
         async with asyncio.TaskGroup() as group:
