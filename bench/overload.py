@@ -5,9 +5,9 @@
 At capacity: as many callers as there are places, running (`seqs`) and waiting (as many again), each asking anew when it
 has its answer; nobody is refused. At four times that: four times as many; who is refused comes again when the answer
 says. Both in turns, and the ratio is taken within each pair of turns. A tiny random model, whose step is made to last
-as long as a large one's by the fault point `verifier.step`, with model-free drafters in the router; before the pairs a
-few callers alone show that they draft. At the end 2,000 requests, after as many whose memory the process keeps for
-later ones, are refused in a row while the router is full, and its memory is read between them.
+as long as a large one's by the fault point `verifier.step`, with model-free drafters in the router and K fixed at 3;
+before the pairs a few callers alone show that rounds draft. At the end 4,000 requests, after as many whose memory the
+process keeps for later ones, are refused in a row while the router is full, and its memory is read between them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ HEADER = ("what", "at capacity", "at 4 times capacity", "ratio (95 %)", "bound",
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 48
 LETTERS = list(b"abcdefgh")
 TIMES = 4
+IMPATIENT = 12
+"""Callers who ask again at once when they are refused, at the end."""
 REFUSAL_BOUND_MS = 50
 
 
@@ -48,8 +50,8 @@ class OverloadConfig(SystemConfig):
     seconds: float = option(2.5, help="seconds in which callers ask, of each turn")
     seqs: int = option(8, help="requests in the verifier's batch, and as many again may wait")
     step_ms: float = option(20.0, help="milliseconds that a step takes beside the tiny model's own")
-    refusals: int = option(2000, help="requests refused in a row at the end")
-    warm_up: int = option(2000, help="requests refused before them")
+    refusals: int = option(4000, help="requests refused in a row at the end")
+    warm_up: int = option(4000, help="requests refused before them")
 
 
 @dataclass(slots=True)
@@ -84,7 +86,7 @@ class Callers:
         number = self._count
         prompt = [LETTERS[(number * place * place + place) % 8] for place in range(PROMPT_TOKENS)]
         body = {"model": self._model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0.7, "seed": number}
-        body |= {"allowed_token_ids": LETTERS, "ignore_eos": True}
+        body |= {"allowed_token_ids": LETTERS, "ignore_eos": True, "num_speculative_tokens": 3}
         reply = await ask(self._system.url, body, name="overload", chat=False)
         seconds = time.monotonic() - reply.sent
         if reply.status not in (200, 429, 503) or (reply.status == 200 and not reply.is_whole):
@@ -134,7 +136,7 @@ class Callers:
                     sizes.append((refused, memory_of(pid)[0]))
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(2 * self._config.seqs + TIMES):
+            for _ in range(2 * self._config.seqs + IMPATIENT):
                 group.create_task(one())
         return sizes
 
