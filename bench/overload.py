@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -78,6 +79,7 @@ class Callers:
         self._config = config
         self._model = system.client.models()[0]
         self._count = 0
+        self._draw = random.Random(1)
 
     async def ask(self) -> tuple[Reply, float]:
         """With the seconds until all of the answer was there. Raises RequestBroken for what is neither served nor
@@ -97,8 +99,16 @@ class Callers:
         """So many callers for a while; each finishes what it has begun."""
         turn = Turn()
         port = int(self._system.router.facts["metrics_port"])
-        before = await asyncio.to_thread(scrape, port)
         end = time.monotonic() + self._config.seconds
+
+        async def watch() -> None:
+            """Leaves out the beginning and the end, in which fewer ask than are meant to."""
+            await asyncio.sleep(self._config.seconds / 4)
+            before = await asyncio.to_thread(scrape, port)
+            await asyncio.sleep(end - time.monotonic())
+            after = await asyncio.to_thread(scrape, port)
+            rounds = gained(before, after, "moot_rounds_total")
+            turn.drafted_share = gained(before, after, "moot_draft_tokens_total") / max(rounds, 1.0)
 
         async def one() -> None:
             while time.monotonic() < end:
@@ -108,14 +118,14 @@ class Callers:
                 else:
                     turn.refusals.append(seconds)
                     turn.waits.append(reply.retry_after_s)
-                    await asyncio.sleep(max(0.0, min(reply.retry_after_s, end - time.monotonic())))
+                    # Not all at the same moment, as no client should.
+                    pause = reply.retry_after_s * (1 + self._draw.random() / 2)
+                    await asyncio.sleep(max(0.0, min(pause, end - time.monotonic())))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(num_callers):
                 group.create_task(one())
-        after = await asyncio.to_thread(scrape, port)
-        rounds = gained(before, after, "moot_rounds_total")
-        turn.drafted_share = gained(before, after, "moot_draft_tokens_total") / max(rounds, 1.0)
+            group.create_task(watch())
         return turn
 
     async def refuse(self, count: int) -> list[tuple[int, int]]:
