@@ -44,7 +44,7 @@ _PEERS = Row(
         Panel(
             "Degraded modes",
             {f"max by (mode) ({chosen('moot_degraded')})": "{{mode}}"},
-            "1 while a router has no drafter, no verifier, or no store that answers.",
+            "1 while a router has no drafter, no verifier, or no store that answers, or sheds drafting.",
             maximum=1,
         ),
         Panel(
@@ -134,6 +134,16 @@ _FAULTS = Row(
             "Drafters ejected",
             {total(of_model(increase("moot_drafter_ejections_total")), by="drafter"): "{{drafter}}"},
             "After three strikes; they come back by themselves.",
+        ),
+        Panel(
+            "Allocations that failed",
+            {total(of_model(increase("moot_out_of_memory_total")), by="cost"): "{{cost}}"},
+            "By what it cost. A request is given up only where nothing smaller helped.",
+        ),
+        Panel(
+            "Readers cut off",
+            {total(of_model(increase("moot_slow_clients_total")), by="api"): "{{api}}"},
+            "They took too little of their answer for too long.",
         ),
         Panel(
             "Answers that fitted nothing",

@@ -123,6 +123,13 @@ _SATURATION = Row(
             "Of the routers; of the verifiers those that wait for KV cache.",
         ),
         Panel(
+            "Turned away for want of room",
+            {model_rate("moot_requests_turned_away_total", by="shortage"): "{{shortage}}"},
+            "Of the refused requests, by what was short; caller_...: of the caller's own share. Drafting stops before.",
+            "reqps",
+            stacked=True,
+        ),
+        Panel(
             "KV cache in use",
             {f"max by (instance) ({of_model(chosen('moot_kv_cache_usage_ratio'))})": "{{instance}}"},
             "Of each verifier.",
