@@ -231,17 +231,18 @@ def test_verify_cost_learns_the_curve_and_changes() -> None:
 
 def test_what_a_slow_moment_said_is_forgotten() -> None:
     """Two sizes alike, one last seen while the machine ran at a third of its speed: as it is not seen again, one sample
-    comes to outweigh what it was, and in the end nothing is left of it, so that it is tried like a new one."""
+    comes to outweigh what it was, and in the end nothing is left of it, so that it is tried like a new one. That must
+    not take longer than a few short answers."""
     cost = measured({1: 0.03, 5: 0.03})
     for _ in range(30):
         cost.observe(5, 0.09)
-    for _ in range(800):
+    for _ in range(280):
         cost.observe(1, 0.03)
     assert cost.seconds(5) > 0.05
     after_some = cost.seconds(5)
     cost.observe(5, 0.03)
     assert cost.seconds(5) < 0.85 * after_some
-    for _ in range(1001):
+    for _ in range(301):
         cost.observe(1, 0.03)
     assert cost.seconds(5) < 0.033
     assert cost.seconds(1) == pytest.approx(0.03, rel=0.01)
