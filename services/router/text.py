@@ -18,6 +18,8 @@ from services.router.stop_strings import START, StopStrings
 from services.router.token_bytes import TokenBytes
 from services.router.types import GenerationRequest, TextDelta
 
+REPLACEMENT = "\ufffd"
+
 
 class IncrementalText:
     """The TextAssembler of the router.
@@ -96,7 +98,11 @@ class IncrementalText:
     def flush(self) -> str:
         """The held-back tail, at an end without a stop string. Bytes of an incomplete character are dropped."""
         tail, self._held = self._held, ""
+        pending = self._decoder.getstate()[0]
         self._decoder.reset()
+        # Python's decoder waits for the third byte of a surrogate, which is no character whatever comes.
+        if pending[:1] == b"\xed" and pending[1:2] >= b"\xa0":
+            tail += REPLACEMENT * len(pending)
         return "" if self._stopped else tail
 
     def _piece(self, token_id: int) -> bytes:

@@ -185,7 +185,8 @@ def test_a_router_that_is_refused_says_why(secured: Secured, tmp_path: Path) -> 
     routers = {}
     for name, (flags, _) in expected.items():
         every = [
-            *("--model", str(secured.system.model), "--port", "0", "--grpc-port", "0", "--metrics-port", "0"),
+            *("--model", str(secured.system.model), "--host", "127.0.0.1"),
+            *("--port", "0", "--grpc-port", "0", "--metrics-port", "0"),
             *("--verifiers", secured.system.verifiers[0].address, *ROUTER_FLAGS, *flags),
         ]
         child = spawn(secured.system.supervisor, f"router-{name}", "router", every, "")

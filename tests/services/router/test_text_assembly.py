@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from http_fakes import END, byte_fallback_tokenizer, byte_level_tokenizer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -67,6 +67,7 @@ cuts_of = st.lists(st.integers(0, 60), max_size=8)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=150, deadline=None)
 @given(ids=ids_of, cuts=cuts_of, keep_offsets=st.booleans())
+@example(ids=[171, 96], cuts=[], keep_offsets=False)  # byte-level: the first two bytes of a surrogate
 def test_any_split_gives_the_bytes_as_text(kind: str, ids: list[int], cuts: list[int], keep_offsets: bool) -> None:
     """The joined stream is the UTF-8 of the tokens' bytes for any ids and any split, whether offsets are kept or not;
     an unfinished end is dropped."""
