@@ -11,11 +11,11 @@ _OUTLIER: Final = 3.0
 _RATE: Final = 0.04
 _DOUBT: Final = 0.3
 
-_FRESH: Final = 60
-_HALF_LIFE: Final = 60
-_FORGOTTEN: Final = 300
-"""Steps without a sample: up to 60 nothing happens, from there samples count half every 60, from 300 on nothing. In
-virtual time no load is slower for it than with 200, 150 and 1,000, and a request ends within some hundred steps."""
+_FRESH: Final = 120
+_HALF_LIFE: Final = 90
+_FORGOTTEN: Final = 500
+"""Steps without a sample: up to 120 nothing happens, from there samples count half every 90, from 500 on nothing. In
+virtual time half of that is too little for one request with costly drafters, whose K then keeps moving."""
 
 _FINE: Final = 32
 _TILED: Final = 128
@@ -80,7 +80,7 @@ class VerifyCost:
     linear, and it never falls with more tokens. Beyond what was seen it grows by at least `prior_slope` of a one-token
     step per token, and below it falls in proportion: hopeful guesses, so that larger and smaller steps are tried and
     then measured. A class with few samples is taken to be cheaper than their mean, and one that was not seen for long
-    has few: they count half after every 60 steps from the 60th on without one, and are forgotten in the end. What a
+    has few: they count half after every 90 steps from the 120th on without one, and are forgotten in the end. What a
     slow moment of the machine said about a size that has not been tried since would keep it from being tried again.
     A single step may count for no more than three times the mean of its class: pauses of the machine are no cost.
     """
