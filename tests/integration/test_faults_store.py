@@ -120,16 +120,38 @@ BACK_AT_ONCE: dict[str, Callable[[Store], None]] = {
 }
 
 
+def begun(rig: Rig) -> tuple[list[Reply], list[Ask]]:
+    """Three requests on each router in mid-stream, and their right answers."""
+    bodies = [body(index) for index in range(3)]
+    expected = rig.all_expected(bodies)
+    asks = [Ask(router.port, asked) for router in rig.system.routers for asked in bodies]
+    for ask in asks:
+        ask.wait_tokens(4)
+    return expected, asks
+
+
+def served_without_records(rig: Rig, right: Reply) -> list[Reply]:
+    """What becomes of new requests while the server takes none: served and told so, or in mode `required` refused."""
+    degrade, required = rig.system.routers
+    replies = []
+    for stream in (True, False):
+        later = Ask(degrade.port, body(1), stream=stream).result()
+        assert_same(later, right)
+        assert later.headers["x-moot-durable"] == "false"
+        replies.append(later)
+    refused = Ask(required.port, body(1), stream=False).result()
+    assert refused.status == 503, refused
+    assert int(refused.headers["retry-after"]) >= 1
+    rig.system.assert_idle()
+    return replies
+
+
 @pytest.mark.parametrize("how", AWAY)
 def test_without_the_server_requests_run_and_are_repaired_later(rig: Rig, store: Store, how: str) -> None:
     """C29: lost in mid-stream: running requests finish right, new ones are served and told that they are not durable,
     mode `required` refuses new ones; a gauge says so; when the server is back, every missing tail is written."""
     degrade, required = rig.system.routers
-    bodies = [body(index) for index in range(3)]
-    expected = rig.all_expected(bodies)
-    asks = [Ask(router.port, asked) for router in (degrade, required) for asked in bodies]
-    for ask in asks:
-        ask.wait_tokens(4)
+    expected, asks = begun(rig)
     AWAY[how](store)
     replies = [ask.result() for ask in asks]
     for reply, right in zip(replies, expected * 2, strict=True):
@@ -137,15 +159,7 @@ def test_without_the_server_requests_run_and_are_repaired_later(rig: Rig, store:
         assert "x-moot-durable" not in reply.headers, "it was durable when it began"
     for router in (degrade, required):
         wait_store(router, up=False)
-    for stream in (True, False):
-        later = Ask(degrade.port, body(1), stream=stream).result()
-        assert_same(later, expected[1])
-        assert later.headers["x-moot-durable"] == "false"
-        replies.append(later)
-    refused = Ask(required.port, body(1), stream=False).result()
-    assert refused.status == 503, refused
-    assert int(refused.headers["retry-after"]) >= 1
-    rig.system.assert_idle()
+    replies += served_without_records(rig, expected[1])
 
     store.thaw() if how == "frozen" else store.restart()
     for router in (degrade, required):
@@ -167,27 +181,15 @@ def test_a_server_that_forgets_is_told_again(rig: Rig, store: Store, how: str) -
 def test_a_full_server_refuses_records_and_no_request(rig: Rig, store: Store) -> None:
     """C29: full in mid-stream: running requests finish right, new ones are served and told that they are not durable,
     mode `required` refuses new ones; with room again every missing tail is written."""
-    degrade, required = rig.system.routers
-    bodies = [body(index) for index in range(3)]
-    expected = rig.all_expected(bodies)
-    asks = [Ask(router.port, asked) for router in (degrade, required) for asked in bodies]
-    for ask in asks:
-        ask.wait_tokens(4)
+    _, required = rig.system.routers
+    expected, asks = begun(rig)
     client = store.client()
     room = client.config_get("maxmemory")["maxmemory"]
     client.config_set("maxmemory", 1)
     replies = [ask.result() for ask in asks]
     for reply, right in zip(replies, expected * 2, strict=True):
         assert_same(reply, right)
-    for stream in (True, False):
-        later = Ask(degrade.port, body(1), stream=stream).result()
-        assert_same(later, expected[1])
-        assert later.headers["x-moot-durable"] == "false"
-        replies.append(later)
-    refused = Ask(required.port, body(1), stream=False).result()
-    assert refused.status == 503, refused
-    assert int(refused.headers["retry-after"]) >= 1
-    rig.system.assert_idle()
+    replies += served_without_records(rig, expected[1])
 
     client.config_set("maxmemory", room)
     for reply in replies:
