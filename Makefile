@@ -54,13 +54,14 @@ test-long: install-dev  ## many more cases of the same properties
 	$(BIN)/python -m pytest -m long --timeout 3600 $(FLAGS)
 
 paths: install-dev  ## 10,000 drawn requests against plain decoding, over all drafters, votes and shapes; CASES=500
-	$(BIN)/python tests/paths --cases $(or $(CASES),10000) --first 1000 $(FLAGS)
+	$(BIN)/python -m tests.paths --cases $(or $(CASES),10000) --first 1000 $(FLAGS)
 
 check: install-dev check-proto  ## style, types, layers, stubs up to date
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/house.py --check
 	$(BIN)/python tools/module_table.py --check
 	$(BIN)/python tools/metrics_reference.py --check
 	$(BIN)/python tools/dashboards --check
@@ -77,6 +78,7 @@ drafters: install  ## rebuild the drafters that come with the package; PROMPTS=S
 	$(BIN)/python tools/build_drafters.py --prompts "$(PROMPTS)" $(FLAGS)
 
 docs: install-dev  ## regenerate what the documents take from the code
+	$(BIN)/python tools/house.py --write
 	$(BIN)/python tools/module_table.py
 	$(BIN)/python tools/metrics_reference.py
 	$(BIN)/python tools/dashboards

@@ -34,7 +34,7 @@ from moot.commands.common import say
 from moot.commands.system import LOOPBACK, NO_STORE, System, SystemConfig, prepared_model, running, voters_of
 from moot.config import load_config, option
 from moot.core.errors import ConfigError
-from moot.supervisor import Child
+from moot.runtime.supervisor import Child
 
 PLAIN = "plain"
 ONE_STAGE = "+ draft model"

@@ -19,11 +19,12 @@ import torch
 from bench.intervals import Interval, interleaved, ratios
 from bench.report import publish
 from bench.verify_time import CHUNK, MODES, timed
-from moot.model.cache import KvCache
-from moot.model.determinism import RowRules
+from moot.model.backend import plain_runner
+from moot.model.cache.base import KvCache
+from moot.model.cache.contiguous import PAGE_SLOTS, round_up
 from moot.model.inputs import SequenceInput
-from moot.model.kv import PAGE_SLOTS, round_up
-from moot.model.load import load_model
+from moot.model.loading.load import load_model
+from moot.model.rows import RowRules
 from moot.model.runner import ModelRunner
 
 TREE = (-1, 0, 1, 2, 3, 0, 5, 1, 7)
@@ -95,7 +96,7 @@ def all_steps(arguments: argparse.Namespace) -> dict[str, Callable[[], float]]:
     most = max(shape.requests for shape in SHAPES)
     found: dict[str, Callable[[], float]] = {}
     for mode, deterministic in MODES:
-        runner = ModelRunner(loaded, most * round_up(arguments.context + len(TREE), PAGE_SLOTS), deterministic)
+        runner = plain_runner(loaded, most * round_up(arguments.context + len(TREE), PAGE_SLOTS), deterministic)
         if not runner.rules.together:
             raise SystemExit(f"for this model on this machine there is one way only in {mode} mode: one by one")
         caches = filled_caches(runner, arguments.context, most)

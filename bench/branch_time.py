@@ -19,8 +19,9 @@ from bench.intervals import Interval, interleaved, ratios
 from bench.report import publish
 from bench.verify_time import CHUNK, timed
 from moot.core.types import ROOT
+from moot.model.backend import plain_runner
 from moot.model.inputs import SequenceInput
-from moot.model.load import load_model
+from moot.model.loading.load import load_model
 from moot.model.runner import ModelRunner
 
 
@@ -60,7 +61,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     loaded = load_model(arguments.model, device="cpu", dtype="bfloat16", num_threads=arguments.threads)
-    runner = ModelRunner(loaded, (arguments.context + 1024) * (len(arguments.leaves) + 2), True)
+    runner = plain_runner(loaded, (arguments.context + 1024) * (len(arguments.leaves) + 2), True)
     shapes = {"1 row": [ROOT]} | {
         f"{arguments.tokens} tokens, {leaves} path{'s' * (leaves > 1)}": comb(arguments.tokens, leaves)
         for leaves in arguments.leaves

@@ -24,7 +24,7 @@ from bench.report import publish, spread
 from moot.core.types import Draft, SamplingParams
 from moot.rpc import convert
 from moot.rpc.link import LinkConfig, open_channel
-from moot.supervisor import Supervisor
+from moot.runtime.supervisor import Supervisor
 from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc
 

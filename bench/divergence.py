@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 from bench.driving.prompts import OWN
 from bench.report import publish
 from moot.commands.common import say
+from moot.model.backend import plain_runner
 from moot.model.inputs import SequenceInput
-from moot.model.load import load_model
-from moot.model.runner import ModelRunner
+from moot.model.loading.load import load_model
 
 HEADER = ("way", "mean divergence", "99 of 100 below", "relative error of the logits", "same likeliest token")
 
@@ -34,7 +34,7 @@ def by_transformers(model: Any, texts: Sequence[Sequence[int]]) -> list[Tensor]:
 
 def by_us(path: str, texts: Sequence[Sequence[int]], kernels: bool) -> list[Tensor]:
     loaded = load_model(path, dtype="bfloat16", native=kernels)
-    runner = ModelRunner(loaded, 4096, True)
+    runner = plain_runner(loaded, 4096, True)
     found = []
     for ids in texts:
         cache = runner.new_cache()

@@ -16,11 +16,10 @@ from bench.driving.prompts import read_prompts
 from bench.report import publish
 from moot.client import Client
 from moot.commands.common import say
-from moot.commands.demo import Asker, DemoConfig, measure
-from moot.commands.demo_prompts import PROMPTS
+from moot.commands.demo import PROMPTS, Asker, DemoConfig, measure
+from moot.commands.measure import COMPARISON_HEADER, DRAFTER_HEADER, Comparison
 from moot.commands.system import running
 from moot.config import load_config, option
-from moot.measure import COMPARISON_HEADER, DRAFTER_HEADER, Comparison
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,14 @@ from bench.report import publish
 from bench.verify_time import runner_pass, timed
 from moot.core.history import History
 from moot.core.types import SamplingParams
-from moot.model.load import load_model
+from moot.drafters.attached.base import InsideAsk
+from moot.drafters.attached.kinds import create_all_inside
+from moot.drafters.lookup.datastore import Datastore
+from moot.model.backend import plain_runner
+from moot.model.loading.load import load_model
 from moot.model.runner import ModelRunner
-from moot.proposers.datastore import Datastore
-from moot.proposers.inside import InsideAsk, create_all_inside
 from moot.replay.folder import TEXTS
-from moot.replay.inside import read
+from moot.replay.recorder import read
 from moot.replay.texts import TargetText, load_texts
 from moot.shipped import locate
 
@@ -57,7 +59,7 @@ def asks_of(runner: ModelRunner, texts: Sequence[TargetText], num_tokens: int, p
 def drafts(arguments: argparse.Namespace, texts: Sequence[TargetText]) -> dict[str, Callable[[], float]]:
     """Milliseconds of one draft, by what is drafted."""
     loaded = load_model(arguments.model, device="cpu", dtype="bfloat16", num_threads=arguments.threads)
-    runner = ModelRunner(loaded, 8192, False)
+    runner = plain_runner(loaded, 8192, False)
     verify = runner_pass(runner, 200, VERIFIED_ROWS)
     measurements: dict[str, Callable[[], float]] = {f"a verify pass of {VERIFIED_ROWS} rows": partial(timed, verify)}
     asks = {

@@ -31,8 +31,7 @@ from bench.driving.watched import memory_of, metrics_of, process_ids
 from bench.intervals import Interval
 from bench.report import publish
 from moot.commands.common import say
-from moot.commands.electorates import ANY_ELECTORATE
-from moot.commands.system import DEMO_MODEL, System, SystemConfig, running
+from moot.commands.system import ANY_ELECTORATE, DEMO_MODEL, System, SystemConfig, running
 from moot.config import load_config, option, variable_of
 
 HEADER = ("process", "RSS after warm-up, MiB", "RSS at the end, MiB", "bytes per request (95 %)", "bound", "verdict")
@@ -149,7 +148,7 @@ def main() -> int:
     os.environ[variable_of("store_finished_ttl_s")] = str(config.finished_ttl_s)
     with tempfile.TemporaryDirectory(prefix="moot-") as folder:
         if config.model == DEMO_MODEL and not config.demo:
-            from moot.model.tiny import make_tiny_model
+            from moot.testing.tiny_model import make_tiny_model
 
             config = replace(config, model=str(make_tiny_model(Path(folder) / "tiny")))
         with running(config, "memory", say) as system:

@@ -32,7 +32,7 @@ from typing import Any
 from bench.intervals import Interval, ratios
 from bench.misled import COSTS, KINDS, NO_FAULT, simulate
 from bench.report import RESULTS, publish
-from moot.core.panel import ALL, PAYING
+from moot.core.speculation.panel import ALL, PAYING
 from moot.simulation.world import Outcome
 
 CONCURRENCIES = (1, 4, 16)

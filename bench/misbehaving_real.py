@@ -3,8 +3,8 @@
     python -m bench.misbehaving_real [--faults lie,delay:0.05,freeze,garbage] [--concurrency 4] [--repetitions 7]
                                      [--keep] [--report-only]
 
-The verifier, the router and the drafters of `moot demo`; for each fault of services/drafter/faults.py a process of the
-kind `suffix` that has it, and a router whose electorate has that one more (`none`: it has no fault; what a further
+The verifier, the router and the drafters of `moot demo`; for each fault of services/drafter/drafting.py a process of
+the kind `suffix` that has it, and a router whose electorate has that one more (`none`: it has no fault; what a further
 process costs). Loads take turns, each on a router of its own, since what is left out is a router's to learn. First come
 a hundred rounds of each place for a request, however slow. A pair is a load with the faulty one and the load without
 any in the same turn; answers are compared id by id. With --keep, pairs are added to those of the result file, so that
@@ -30,8 +30,8 @@ from bench.report import RESULTS, publish
 from moot.commands.common import say
 from moot.commands.system import LOOPBACK, NO_STORE, System, SystemConfig, prepared_model, running, voters_of
 from moot.config import load_config, option
-from moot.supervisor import Child
-from services.drafter.faults import POINT
+from moot.runtime.supervisor import Child
+from services.drafter.drafting import POINT
 
 BOUND = 0.98
 FIRST_ROUNDS = 100

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moot.core.panel import PAYING
+from moot.core.speculation.panel import PAYING
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
 from moot.simulation.router_plan import RouterPlan

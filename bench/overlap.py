@@ -24,7 +24,7 @@ from typing import Any
 from bench.driving.routers import MODEL, START_TIMEOUT_S, start_router
 from bench.intervals import Interval, interleaved
 from bench.report import publish
-from moot.supervisor import Child, Supervisor
+from moot.runtime.supervisor import Child, Supervisor
 from moot.testing.tokenizer import byte_tokenizer
 from moot.tokenizer import tokenizer_fingerprint
 

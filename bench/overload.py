@@ -161,7 +161,7 @@ def main() -> int:
     pairs: list[tuple[Turn, Turn]] = []
     with tempfile.TemporaryDirectory(prefix="moot-") as folder:
         if not config.demo:
-            from moot.model.tiny import make_tiny_model
+            from moot.testing.tiny_model import make_tiny_model
 
             config = replace(config, model=str(make_tiny_model(Path(folder) / "tiny")))
         with running(config, "overload", say) as system:

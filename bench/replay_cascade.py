@@ -18,11 +18,10 @@ from bench.replay_votes import Counts, over_texts
 from bench.report import publish
 from moot.commands.replay import SHORT
 from moot.config import load_config, option
-from moot.core.cascade import ALWAYS_ASK
-from moot.core.shapes import SHAPES
-from moot.replay.evaluate import Policies, Replay
+from moot.core.speculation.panel import ALWAYS_ASK
+from moot.core.voting.tree import SHAPES
+from moot.replay.evaluate import Outcome, Policies, Replay, outcome_of
 from moot.replay.folder import open_recording
-from moot.replay.outcome import Outcome, outcome_of
 from moot.replay.rounds import Clock
 from moot.simulation.costs import StepCost
 

@@ -16,9 +16,8 @@ from typing import Any
 
 from bench.report import publish
 from moot.config import load_config, option
-from moot.replay.evaluate import Policies, Replay
+from moot.replay.evaluate import Policies, Replay, by_group, outcome_of
 from moot.replay.folder import open_recording
-from moot.replay.outcome import by_group, outcome_of
 from moot.replay.proposals import ProposalRecord
 
 

@@ -20,9 +20,9 @@ from typing import Any
 from bench.replay_votes import Counts, bound_of, compared, counts_of, over_texts
 from bench.report import publish
 from moot.config import load_config, option
-from moot.core.ballot import Ballot
 from moot.core.errors import ConfigError
-from moot.proposers.superposed import SuperposedOptions, SuperposedProposer
+from moot.core.voting.tree import Ballot
+from moot.drafters.superposed.superposed import SuperposedOptions, SuperposedProposer
 from moot.replay.evaluate import Policies, Replay
 from moot.replay.folder import open_recording
 from moot.replay.proposals import ProposalRecord, shortened

@@ -23,9 +23,9 @@ from moot.commands.common import say
 from moot.commands.replay import SHORT
 from moot.commands.system import DEMO_MODEL, prepared_model
 from moot.config import load_config, option
+from moot.drafters.base import DrafterEntry, parse_entries
+from moot.drafters.neural.draft_model import COUPLED, GREEDY, INDEPENDENT
 from moot.model.runner import ModelRunner
-from moot.proposers.draws import COUPLED, GREEDY, INDEPENDENT
-from moot.proposers.entries import DrafterEntry, parse_entries
 from moot.replay.evaluate import Policies, Replay
 from moot.replay.folder import open_recording
 from moot.replay.making import Machine, TextPlan, make_texts, target_runner

@@ -23,7 +23,7 @@ from bench.driving.routers import cpu_seconds, load, scripted_system
 from bench.driving.watched import gained, median_of, scrape
 from bench.intervals import Interval
 from bench.report import publish
-from moot.supervisor import Child, Supervisor
+from moot.runtime.supervisor import Child, Supervisor
 
 STAGES = ("draft", "verify")
 TURNS = ("verify", "propose")

@@ -23,7 +23,7 @@ from typing import Any
 from bench.driving.routers import cpu_seconds, load, scripted_system
 from bench.intervals import Interval, ratios
 from bench.report import publish
-from moot.supervisor import Child, Supervisor
+from moot.runtime.supervisor import Child, Supervisor
 
 _ROUNDS = re.compile(r'^moot_rounds_total(?:{worker="(\d+)"})? (\S+)$', re.MULTILINE)
 

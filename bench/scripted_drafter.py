@@ -11,8 +11,8 @@ from typing import Any
 
 from moot.config import load_config
 from moot.core.types import ModelInfo
-from moot.logs import setup_logging
-from moot.proposers.base import Proposer
+from moot.drafters.base import Proposer
+from moot.runtime.logs import setup_logging
 from moot.testing.proposer import ScriptedProposer
 from services.drafter.config import DrafterConfig
 from services.drafter.serve import serve

@@ -32,12 +32,11 @@ from bench.simulated.calibrate import ProcessCosts, Run, StepTable, process_cost
 from bench.simulated.recorded import RecordedTexts, Recording
 from bench.simulated.reports import REPORTS, ReportConfig
 from moot.commands.common import say
-from moot.commands.demo_prompts import PROMPTS
-from moot.commands.electorates import ANY_ELECTORATE
-from moot.commands.system import SystemConfig, prepared_model, running, voters_of
+from moot.commands.demo import PROMPTS
+from moot.commands.system import ANY_ELECTORATE, SystemConfig, prepared_model, running, voters_of
 from moot.config import load_config, option
 from moot.core.errors import ConfigError
-from moot.core.policy import PoolPolicy
+from moot.core.speculation.policy import PoolPolicy
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
 from moot.simulation.router_plan import RouterPlan

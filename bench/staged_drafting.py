@@ -22,9 +22,9 @@ from moot.config import load_config, option
 from moot.core.errors import ConfigError
 from moot.core.generation import num_leading
 from moot.core.types import SamplingParams
-from moot.proposers.base import Ask
-from moot.proposers.neural import NeuralProposer
-from moot.proposers.registry import create
+from moot.drafters.base import Ask
+from moot.drafters.neural.neural import NeuralProposer
+from moot.drafters.registry import create
 from moot.replay.folder import read_meta
 from moot.replay.texts import TargetText, load_texts
 

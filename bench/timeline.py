@@ -23,7 +23,7 @@ import httpx
 from bench.driving.routers import MODEL, start_router
 from bench.intervals import Interval
 from bench.report import publish
-from moot.supervisor import Child, Supervisor
+from moot.runtime.supervisor import Child, Supervisor
 
 START_TIMEOUT_S = 90.0
 Spans = list[tuple[int, int]]

@@ -1,20 +1,20 @@
-"""The real verifier process with its steps recorded: see moot.trace. Flags are those of services.verifier."""
+"""The real verifier process with its steps recorded: see moot.runtime.tracing. Flags are those of services.verifier."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from moot import trace
+from moot.runtime import tracing
 from services.verifier import __main__ as program
-from services.verifier.outcomes import Outcome
 from services.verifier.step import Item, StepRunner
+from services.verifier.walks import Outcome
 
 _run = StepRunner.run
 
 
 def _traced(self: StepRunner, items: Sequence[Item]) -> list[Outcome]:
-    with trace.span("verify", num_requests=len(items)):
+    with tracing.span("verify", num_requests=len(items)):
         return _run(self, items)
 
 

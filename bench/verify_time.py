@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from bench.intervals import Interval, interleaved, ratios
 from bench.report import publish
+from moot.model.backend import plain_runner
 from moot.model.inputs import SequenceInput
-from moot.model.load import load_model
+from moot.model.loading.load import load_model
 from moot.model.runner import ModelRunner
 
 ROWS = (1, 2, 5, 9, 16)
@@ -106,7 +107,7 @@ def all_passes(arguments: argparse.Namespace) -> dict[str, Callable[[], None]]:
     longest = max(arguments.contexts) + 1024
     passes: dict[str, Callable[[], None]] = {FLOOR: floor_pass(plain)}
     for mode, deterministic in MODES:
-        runner = ModelRunner(loaded, longest * (2 * len(ROWS) + arguments.requests + 2), deterministic)
+        runner = plain_runner(loaded, longest * (2 * len(ROWS) + arguments.requests + 2), deterministic)
         for context in arguments.contexts:
             for rows in ROWS:
                 passes[pass_name(mode, context, rows)] = runner_pass(runner, context, rows)

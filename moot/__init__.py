@@ -1,0 +1,1 @@
+"""Aggregated speculative decoding: what the three services share."""

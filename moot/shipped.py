@@ -1,10 +1,21 @@
-"""Drafters that come with the package: `shipped@NAME` wherever the folder of a drafter is named."""
+"""Drafters that come with the package: `shipped@NAME` wherever the folder of a drafter is named.
+
+Where things are kept between runs.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from moot.core.errors import ConfigError
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """MOOT_CACHE, by default ~/.cache/moot."""
+    return Path(environ.get("MOOT_CACHE") or "~/.cache/moot").expanduser()
+
 
 PREFIX = "shipped@"
 FOLDER = Path(__file__).parent / "data" / "drafters"

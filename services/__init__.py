@@ -1,0 +1,1 @@
+"""The three programs: router, verifier, drafter."""

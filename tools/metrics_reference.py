@@ -11,8 +11,7 @@ from pathlib import Path
 
 from generated import write_or_check
 
-from moot.metric_definitions import SERVICES, Definition
-from moot.metrics import Metrics
+from moot.runtime.metrics import SERVICES, Definition, Metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 

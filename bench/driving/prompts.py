@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moot.commands.demo_prompts import PROMPTS
+from moot.commands.demo import PROMPTS
 
 OWN: dict[str, str] = PROMPTS | {
     "list": "List the months of the year, each with its number of days, one a line, as `month: days`.",

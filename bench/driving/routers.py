@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 
-from moot import embedded_store
-from moot.supervisor import Child, Supervisor
+from moot.commands import embedded_store
+from moot.runtime.supervisor import Child, Supervisor
 from moot.testing.tokenizer import byte_tokenizer
 from moot.tokenizer import tokenizer_fingerprint
 

@@ -7,13 +7,13 @@ import torch
 from bench.gpu.subject import Subject
 from moot.core.history import History
 from moot.core.types import SamplingParams
-from moot.model import noise as tensor_noise
-from moot.model.batch_sampler import BatchSampler, RowSpec
+from moot.model.cache.contiguous import KvShape
 from moot.model.gpu.attention import PagedAttention
 from moot.model.gpu.plan import Planner, unpack
 from moot.model.gpu.pool import PagedCache, PagedPool, upload
-from moot.model.kv import KvShape
-from moot.model.sampler import Sampler
+from moot.model.sampling.batch import BatchSampler, RowSpec
+from moot.model.sampling.logits import gumbel, hash32
+from moot.model.sampling.sampler import Sampler
 
 Facts = list[tuple[str, str]]
 
@@ -73,12 +73,14 @@ def noise(subject: Subject) -> Facts:
     most_ulp, eps = 0.0, torch.finfo(torch.float64).eps
     for seed in (0, 1, 2**63 + 5, 2**64 - 1):
         for position in (0, 1, 1000, 2**31):
-            here = tensor_noise.hash32(seed, position, ids)
-            there = tensor_noise.hash32(seed, position, ids.to(subject.device)).cpu()
+            here = hash32(seed, position, ids)
+            there = hash32(seed, position, ids.to(subject.device)).cpu()
             assert torch.equal(here, there), f"hashes differ at seed {seed}, position {position}"
-            gumbel = tensor_noise.gumbel(seed, position, ids)
-            other = tensor_noise.gumbel(seed, position, ids.to(subject.device)).cpu()
-            most_ulp = max(most_ulp, float(((gumbel - other).abs() / (gumbel.abs().clamp_min(1.0) * eps)).max()))
+            here_noise = gumbel(seed, position, ids)
+            other = gumbel(seed, position, ids.to(subject.device)).cpu()
+            most_ulp = max(
+                most_ulp, float(((here_noise - other).abs() / (here_noise.abs().clamp_min(1.0) * eps)).max())
+            )
     # Each of both may be 2 ulp from the exact value.
     assert most_ulp <= 4.0, f"noise differs by {most_ulp} ulp"
     rows = (torch.randn(24, size, generator=torch.Generator().manual_seed(1)) * 3).to(torch.bfloat16).float()

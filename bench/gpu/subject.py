@@ -10,11 +10,11 @@ import torch
 import transformers
 
 from moot.core.types import ModelInfo
-from moot.model.attention import ATTENTION_NAME
+from moot.model.cache.contiguous import KvShape
 from moot.model.gpu.runner import GpuRunner
-from moot.model.kv import KvShape
-from moot.model.layers import install
-from moot.model.load import LoadedModel
+from moot.model.layout import ATTENTION_NAME
+from moot.model.loading.load import LoadedModel
+from moot.model.modules.layers import install
 
 BIG = {
     "vocab_size": 128_256,

@@ -11,11 +11,11 @@ from bench.gpu.subject import Subject
 from bench.intervals import Interval, interleaved, ratios
 from moot.core.history import History
 from moot.core.types import SamplingParams
-from moot.model.batch_sampler import BatchSampler, RowSpec
 from moot.model.gpu.pool import PagedCache
 from moot.model.gpu.runner import GpuRunner
 from moot.model.inputs import SequenceInput
-from moot.model.sampler import Sampler
+from moot.model.sampling.batch import BatchSampler, RowSpec
+from moot.model.sampling.sampler import Sampler
 
 Facts = list[tuple[str, str]]
 

@@ -31,10 +31,10 @@ from bench.peers.prompts import evenly, text_of
 from bench.peers.protocol import Child, PeerFailed
 from bench.report import RESULTS, publish
 from moot.commands.common import say
-from moot.commands.demo_prompts import PROMPTS
+from moot.commands.demo import PROMPTS
 from moot.commands.system import DEMO_MODEL, prepared_model
 from moot.core.errors import ConfigError, MootError
-from moot.folders import cache_dir
+from moot.shipped import cache_dir
 
 CHILDREN = Path(__file__).parent / "children"
 START_TIMEOUT_S = 600.0

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 from bench.peers.protocol import PeerFailed
-from moot.model.prepare import DOWNLOAD_TIMEOUT_S, GGUF_MEMBER, WHEEL, WHEEL_SHA256, check_sha256
+from moot.model.loading.prepare import DOWNLOAD_TIMEOUT_S, GGUF_MEMBER, WHEEL, WHEEL_SHA256, check_sha256
 
 FOUR_BITS, SIXTEEN_BITS = "q4.gguf", "bf16.gguf"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moot.core.types import SamplingParams
-from moot.proposers import registry
-from moot.proposers.base import Ask
+from moot.drafters import registry
+from moot.drafters.base import Ask
 from moot.simulation.texts import Chain, Text
 
 

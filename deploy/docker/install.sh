@@ -38,7 +38,7 @@ case "$1" in
   project)
     "$pip" install --no-deps .
     # From elsewhere: in this folder Python would take the sources, and the kernels would be left behind beside them.
-    if has_kernels; then (cd / && /opt/moot/bin/python -m moot.model.native.build); fi
+    if has_kernels; then (cd / && /opt/moot/bin/python -m moot.model.decoder.kernels.library); fi
     ;;
   *) echo "a step is base, requirements or project" >&2; exit 1 ;;
 esac

@@ -1,1 +1,1 @@
-"""The subcommands of `moot`, one module each: `run(argv)` returns the exit status."""
+"""The subcommands of `moot`, one module each, and what they share."""

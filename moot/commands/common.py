@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moot.folders import cache_dir
+from moot.shipped import cache_dir
 
 KEPT_RUNS = 5
 """Folders with the logs of earlier runs; older ones are removed."""

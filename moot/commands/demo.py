@@ -2,6 +2,8 @@
 
 Greedy (temperature 0), at most 128 tokens an answer, ended by the model's end token. After a warm-up the runs with
 and without drafting alternate, three times; in every other repetition the one without goes first.
+
+The demo's five prompts: everyday tasks, chosen before anything was measured with them, and never changed since.
 """
 
 from __future__ import annotations
@@ -17,10 +19,31 @@ from typing import Any
 
 from moot.client import Answer, Client, RequestFailed
 from moot.commands.common import say, table
-from moot.commands.demo_prompts import PROMPTS
+from moot.commands.measure import COMPARISON_HEADER, DRAFTER_HEADER, Comparison, Sample
 from moot.commands.system import System, SystemConfig, running, voters_of
 from moot.config import load_config, option
-from moot.measure import COMPARISON_HEADER, DRAFTER_HEADER, Comparison, Sample
+
+PROMPTS = {
+    "writing": "Write a short story about a lighthouse keeper who finds a message in a bottle.",
+    "question": "Why does the moon look larger near the horizon than when it is high in the sky?",
+    "translation": (
+        "Translate into French: The library opens at nine in the morning and closes at six in the evening. On Sundays "
+        "it is closed. Please bring your card, and return your books before the end of the month."
+    ),
+    "summary": (
+        "Summarize the following text in a few sentences.\n\n"
+        "The town of Brenn lies where two rivers meet. For three centuries its mills ground the grain of the whole "
+        "valley, and barges carried the flour to the coast. When the railway came, the barges disappeared within ten "
+        "years, and most of the mills closed. One of them was bought by a family of clockmakers, who used the water "
+        "wheel to drive their lathes. Their clocks became known for keeping time in damp houses, and by the turn of "
+        "the century every second house in the valley owned one. Today the mill is a museum. The wheel still turns "
+        "on Saturdays, and visitors can watch a clockmaker repair the old pieces that people bring from their attics."
+    ),
+    "arithmetic": (
+        "A baker makes 24 rolls in each batch and bakes 7 batches. She sells 95 rolls in the morning and 48 in the "
+        "afternoon. How many rolls are left? Explain step by step."
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

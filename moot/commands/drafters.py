@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from moot.client import Client, RequestFailed
 from moot.commands.common import table
 from moot.config import load_config, option
-from moot.proposers.entries import INSIDE_KINDS
-from moot.proposers.registry import MODEL_FREE_KINDS, REQUEST_KINDS, known_kinds
+from moot.drafters.base import INSIDE_KINDS
+from moot.drafters.registry import MODEL_FREE_KINDS, REQUEST_KINDS, known_kinds
 from moot.shipped import PREFIX, shipped_names
 
 DEFAULT_URL = "http://127.0.0.1:8000"

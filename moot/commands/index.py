@@ -12,8 +12,7 @@ from moot.config import load_config, option
 from moot.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moot.training.dataset import Text
-    from moot.training.store import TextStore
+    from moot.training.dataset import Text, TextStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     )
     if not config.files and config.text is None:
         raise ConfigError("--files or --text is required")
-    from moot.proposers.datastore import Datastore, build
+    from moot.drafters.lookup.datastore import Datastore, build
 
     written = _read(config.text, config.positions) if config.text else None
     files, fingerprint = _from_files(config)
@@ -54,8 +53,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _read(folder: Path, positions: int | None) -> tuple[TextStore, Text]:
-    from moot.training.dataset import Text
-    from moot.training.store import TextStore
+    from moot.training.dataset import Text, TextStore
 
     store = TextStore(folder)
     return store, Text.of(store, store.num_positions if positions is None else positions)
@@ -63,11 +61,11 @@ def _read(folder: Path, positions: int | None) -> tuple[TextStore, Text]:
 
 def _describe(config: IndexConfig, store: TextStore, text: Text, num_texts: int) -> None:
     """The card, with the acceptance of the drafter kind on rows that are not in the datastore."""
-    from moot.proposers.datastore import Datastore
-    from moot.proposers.options import MAX_VOCAB_SIZE
-    from moot.proposers.registry import create
-    from moot.training.asked import measure_kind
+    from moot.drafters.base import MAX_VOCAB_SIZE
+    from moot.drafters.lookup.datastore import Datastore
+    from moot.drafters.registry import create
     from moot.training.drafters import describe, text_facts
+    from moot.training.measure import measure_kind
 
     facts = {
         "tokens": len(Datastore(config.out)),
@@ -88,7 +86,7 @@ def _from_files(config: IndexConfig) -> tuple[list[Sequence[int]], str]:
     """The texts' ids and the tokenizer's fingerprint."""
     if not config.files:
         return [], ""
-    from moot.folders import cache_dir
+    from moot.shipped import cache_dir
     from moot.tokenizer import keep_torch_out, load_tokenizer, tokenizer_fingerprint
 
     if config.text is None:

@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--cache", type=Path, help="where prepared models lie (default: MOOT_CACHE or ~/.cache/moot)")
     arguments = parser.parse_args(argv)
     # Imports torch: not before the flags are known to be right.
-    from moot.model.prepare import prepare
+    from moot.model.loading.prepare import prepare
 
     print(prepare(arguments.model, arguments.cache, say))
     return 0

@@ -11,16 +11,15 @@ from moot.client import Client
 from moot.commands.common import say, table
 from moot.commands.system import DEMO_MODEL, prepared_model
 from moot.config import load_config, option
-from moot.core.cascade import ALWAYS_ASK
 from moot.core.errors import ConfigError
-from moot.core.shapes import SHAPES
-from moot.core.speculation import LENGTHS
-from moot.core.voting import POLICIES
-from moot.core.weights import WEIGHTS
-from moot.proposers.entries import parse_entries
-from moot.replay.evaluate import Policies, Replay
+from moot.core.speculation.length import LENGTHS
+from moot.core.speculation.panel import ALWAYS_ASK
+from moot.core.voting.tree import SHAPES
+from moot.core.voting.voting import POLICIES
+from moot.core.voting.weights import WEIGHTS
+from moot.drafters.base import parse_entries
+from moot.replay.evaluate import Policies, Replay, by_group, outcome_of
 from moot.replay.folder import open_recording
-from moot.replay.outcome import by_group, outcome_of
 from moot.replay.prompts import read_prompts
 from moot.replay.recorder import Asking, record_drafter
 from moot.replay.rounds import Clock

@@ -11,7 +11,7 @@ from typing import Any
 from moot.commands.common import say, table
 from moot.config import load_config, option
 from moot.core.errors import ConfigError
-from moot.core.shapes import SHAPES
+from moot.core.voting.tree import SHAPES
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
 from moot.simulation.router_plan import RouterPlan

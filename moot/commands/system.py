@@ -1,24 +1,68 @@
-"""The whole system on this machine: which processes, with which flags, in which order."""
+"""The whole system on this machine: which processes, with which flags, in which order.
+
+Which drafters a system on one machine has, and where each of them runs.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from moot import embedded_store
 from moot.client import Client, RequestFailed
+from moot.commands import embedded_store
 from moot.commands.common import run_folder
-from moot.commands.electorates import AUTO, Electorate, electorate
 from moot.config import option, variable_of
 from moot.core.errors import ConfigError, DeadlineExceeded
-from moot.core.shapes import SHAPES
-from moot.proposers.entries import DrafterEntry
-from moot.supervisor import Child, Say, Supervisor
+from moot.core.voting.tree import SHAPES
+from moot.drafters.base import INSIDE_KINDS, DrafterEntry, parse_entries
+from moot.drafters.registry import MODEL_FREE_KINDS
+from moot.runtime.supervisor import Child, Say, Supervisor
+
+AUTO = "auto"
+DEMO_ELECTORATE = (
+    "suffix:datastore=shipped@suffix-smollm2-135m",
+    "prompt_lookup",
+    "recycling",
+    "ngram:table=shipped@ngram-smollm2-135m",
+)
+"""The best found for the demo's target on two cores (docs/performance.md). Its heads know what none of these knows, and
+take a fifth of a round to say so: `heads:path=shipped@heads-smollm2-135m`."""
+ANY_ELECTORATE = ("suffix", "prompt_lookup", "recycling")
+"""For a target that no drafter here was trained for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Electorate:
+    """`in_verifier`: kinds that look into the target; `in_router`: kinds without a model, whose work takes less than
+    the way to another process and back (docs/decisions/0012-where-drafters-run.md); `processes`: the others."""
+
+    in_verifier: tuple[DrafterEntry, ...]
+    in_router: tuple[DrafterEntry, ...]
+    processes: tuple[DrafterEntry, ...]
+
+    @property
+    def drafter_ids(self) -> tuple[str, ...]:
+        return tuple(entry.drafter_id for entry in (*self.in_router, *self.processes, *self.in_verifier))
+
+
+def electorate(drafters: Sequence[str], *, is_demo: bool, as_processes: bool) -> Electorate:
+    """`drafters`: entries, or AUTO alone for the best that is known. `as_processes`: none in the router.
+
+    Raises ConfigError naming --drafters and the bad entry.
+    """
+    if tuple(drafters) == (AUTO,):
+        drafters = DEMO_ELECTORATE if is_demo else ANY_ELECTORATE
+    entries = parse_entries(drafters, "--drafters")
+    inside = [entry for entry in entries if entry.kind in INSIDE_KINDS]
+    light = [entry for entry in entries if entry.kind in MODEL_FREE_KINDS and not as_processes]
+    others = [entry for entry in entries if entry not in inside and entry not in light]
+    return Electorate(tuple(inside), tuple(light), tuple(others))
+
 
 DEMO_MODEL = "smollm2-135m-instruct"
 NO_STORE = "off"
@@ -143,13 +187,13 @@ def prepared_model(model: str, say: Say) -> Path | str:
     """Folder of the demo's model; anything else is left to the services to find."""
     if model != DEMO_MODEL:
         return model
-    from moot.folders import cache_dir
+    from moot.shipped import cache_dir
 
     folder = cache_dir() / DEMO_MODEL
     if (folder / "config.json").is_file():
         return folder
     # Imports torch, which takes seconds: only when there is something to do.
-    from moot.model.prepare import prepare
+    from moot.model.loading.prepare import prepare
 
     return prepare(model, progress=say)
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from moot.commands.common import command_of, say
 from moot.config import load_config, option
 from moot.core.errors import ConfigError
-from moot.folders import cache_dir
+from moot.shipped import cache_dir
 
 if TYPE_CHECKING:
-    from moot.training.store import TextStore
+    from moot.training.dataset import TextStore
 
 KINDS = ("text", "heads", "neural", "ngram")
 DECIDING = ("kind", "target", "size", "passes", "positions", "seed", "prompts", "text", "out")
@@ -56,8 +56,8 @@ def run(argv: Sequence[str]) -> int:
     if config.kind != "text" and config.out is None:
         raise ConfigError("--out is required for a drafter")
     # Imports torch: not before the flags are known to be right.
-    from moot.model.prepare import SMOLLM2, prepare
-    from moot.training.store import TextStore
+    from moot.model.loading.prepare import SMOLLM2, prepare
+    from moot.training.dataset import TextStore
 
     until = float("inf") if config.minutes is None else time.monotonic() + 60 * config.minutes
     folder = prepare(config.target, None, say) if config.target == SMOLLM2 else Path(config.target)
@@ -71,10 +71,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _text(config: TrainConfig, folder: Path, until: float) -> TextStore | None:
     """None: the time was over before it was complete."""
-    from moot.model.load import load_model
-    from moot.model.placement import choose_device
-    from moot.training.prompt_file import read_prompts
-    from moot.training.store import TextStore
+    from moot.model.loading.load import choose_device, load_model
+    from moot.training.dataset import TextStore
+    from moot.training.prompts import read_prompts
     from moot.training.teacher import product_dtype
     from moot.training.text import TextMaker, TextSettings, make_text
 

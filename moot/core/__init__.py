@@ -1,1 +1,1 @@
-"""The algorithms: pure Python on plain data. No tensor, no server, no clock, no event loop."""
+"""The algorithms: pure Python on plain data, without tensor, server, clock or event loop."""

@@ -27,9 +27,14 @@ MootError
     ├── CommitTerminal         the record has ended
     ├── LeaseHeld              its owner may still be alive; `retry_after_s`
     └── RecordNotFound         never written, or its time to live is over
+
+Policies by name.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
 
 
 class MootError(Exception):
@@ -172,3 +177,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError | OSError) and any(word in str(error) for word in _MEMORY_WORDS)
+
+
+T = TypeVar("T")
+
+
+def named(what: str, name: str, choices: Mapping[str, T]) -> T:
+    """`choices[name]`; raises ConfigError with the known names where there is none."""
+    if name not in choices:
+        raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(choices)}")
+    return choices[name]

@@ -1,1 +1,1 @@
-"""Target and draft models: loading, KV cache, one ragged forward pass, the tensor sampler. Knows no wire."""
+"""Target and draft models: one ragged forward pass and what it needs, without any knowledge of the wire."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 
 from moot.core.errors import ModelRefused
+from moot.model.checks.selfcheck import check_passes, find_rules
 from moot.model.gpu.runner import GpuRunner
-from moot.model.load import LoadedModel
+from moot.model.loading.load import LoadedModel
 from moot.model.runner import ModelRunner
 
 _log = logging.getLogger("moot.model")
@@ -29,7 +30,19 @@ def _choose(loaded: LoadedModel, kv_capacity_tokens: int, deterministic: bool) -
             return GpuRunner(loaded, kv_capacity_tokens, deterministic)
         except ModelRefused as error:
             _log.warning("driven by its own modules: %s", error)
-    return ModelRunner(loaded, kv_capacity_tokens, deterministic)
+    return plain_runner(loaded, kv_capacity_tokens, deterministic)
+
+
+def plain_runner(loaded: LoadedModel, kv_capacity_tokens: int, deterministic: bool) -> ModelRunner:
+    """The runner that drives the model's own modules or its lean decoder, on whatever device.
+
+    Raises ConfigError where deterministic mode is asked for and a check shows that it does not hold here.
+    """
+    if not deterministic:
+        return ModelRunner(loaded, kv_capacity_tokens)
+    runner = ModelRunner(loaded, kv_capacity_tokens, find_rules(loaded))
+    check_passes(runner)
+    return runner
 
 
 def samples_at_once(runner: ModelRunner) -> bool:

@@ -8,8 +8,7 @@ from typing import Generic, TypeVar
 
 from moot.core.errors import ContextLengthExceeded
 from moot.core.types import ROOT
-from moot.model.cache import KvCache
-from moot.model.trees import depths_of
+from moot.model.cache.base import KvCache, depths_of
 
 CacheT = TypeVar("CacheT", bound=KvCache)
 

@@ -1,22 +1,73 @@
-"""One ragged forward pass over the tokens of many requests."""
+"""One ragged forward pass over the tokens of many requests.
+
+The target's last hidden states of a pass: what its output layer is given, for drafters that read them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moot.core.types import ModelInfo
-from moot.model import selfcheck
-from moot.model.arena import Arena
-from moot.model.attention import STEP_ARGUMENT, Segment, Step, num_step_rows, plan_segment
-from moot.model.cache import KvCache
-from moot.model.determinism import NATURAL, RowRules, numerics_fingerprint, tiled
+from moot.model.cache.base import KvCache
+from moot.model.cache.contiguous import Arena, KvPool, SequenceCache
 from moot.model.inputs import SequenceInput, check_inputs
-from moot.model.kv import KvPool, SequenceCache
-from moot.model.load import LoadedModel
-from moot.model.states import States
+from moot.model.layout import STEP_ARGUMENT, Segment, Step, num_step_rows, plan_segment
+from moot.model.loading.load import LoadedModel
+from moot.model.rows import NATURAL, RowRules, numerics_fingerprint, tiled
+
+
+class States:
+    """Of one runner. Costs nothing until `start`, and then a reference: nothing is copied."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._keeps = False
+        self._given: Tensor | None = None
+        self._counts: list[int] = []
+        self._rows: Tensor | None = None
+
+    @property
+    def keeps(self) -> bool:
+        return self._keeps
+
+    def start(self, by_modules: bool = True) -> None:
+        """`by_modules`: the pass is the model's own modules' where it has no decoder."""
+        if by_modules and not self._keeps and self._loaded.decoder is None:
+            model: Any = self._loaded.model
+            model.get_output_embeddings().register_forward_pre_hook(self._on_output_layer)
+        self._keeps = True
+
+    def begin(self, counts: Sequence[int]) -> None:
+        """A pass begins; `counts`: logit rows of each input."""
+        self._counts, self._rows, self._given = list(counts), None, None
+
+    def keep(self, logit_rows: Sequence[int], rows: Tensor | None = None) -> None:
+        """A pass has ended. `rows`: where the pass itself has taken the states of the wanted rows, [rows, width]."""
+        if not self._keeps:
+            return
+        if rows is None and self._loaded.decoder is not None:
+            rows = self._loaded.decoder.states
+        elif rows is None and self._given is not None:
+            given = self._given.reshape(-1, self._given.shape[-1])
+            # A model that cannot select rows gives its output layer all of them.
+            rows = given if self._loaded.selects_rows else given[torch.tensor(logit_rows, device=given.device)]
+        self._rows = None if rows is None else rows[: len(logit_rows)]
+        self._given = None
+
+    def split(self) -> list[Tensor]:
+        if self._rows is None:
+            if not self._keeps or any(self._counts):
+                raise RuntimeError("no hidden states were kept in the last pass")
+            # Not even one row was wanted.
+            return [torch.empty(0, 0) for _ in self._counts]
+        return list(self._rows.split(self._counts))
+
+    def _on_output_layer(self, module: Any, inputs: tuple[Tensor, ...]) -> None:
+        self._given = inputs[0].detach()
 
 
 def no_progress() -> None:
@@ -26,25 +77,23 @@ def no_progress() -> None:
 class ModelRunner:
     """Drives a loaded model. Not thread-safe: one compute thread calls it.
 
-    In deterministic mode the logits of a token depend on the tokens before it and on nothing else, bit by bit:
-    not on chunks, batch-mates, trees around it or where the cache came from. Raises ConfigError when a check at start
-    shows that this does not hold for the model on this machine.
+    `rules`: paddings under which rows round alike on this machine, as `moot.model.backend` finds and checks them. With
+    them (deterministic mode) the logits of a token depend on the tokens before it and on nothing else, bit by bit: not
+    on chunks, batch-mates, trees around it or where the cache came from. Without, rows round as they come.
     """
 
-    def __init__(self, loaded: LoadedModel, kv_capacity_tokens: int, deterministic: bool) -> None:
+    def __init__(self, loaded: LoadedModel, kv_capacity_tokens: int, rules: RowRules | None = None) -> None:
         self.loaded = loaded
         self.info: ModelInfo = loaded.info
         self.dtype, self.device = loaded.kv_shape.dtype, loaded.kv_shape.device
         # Only the decoder reads several caches at once, and it computes on a CPU.
         arena = None if loaded.decoder is None else Arena(loaded.kv_shape)
         self.pool = KvPool(loaded.kv_shape, kv_capacity_tokens, arena)
-        self.deterministic = deterministic
+        self.deterministic = rules is not None
         self._states = States(loaded)
         natural = NATURAL if loaded.decoder is None else loaded.decoder.natural_rules
-        self.rules: RowRules = selfcheck.find_rules(loaded) if deterministic else natural
+        self.rules: RowRules = natural if rules is None else rules
         self.numerics_fingerprint = numerics_fingerprint(self.dtype, self.device, self.rules, self.way)
-        if deterministic:
-            selfcheck.check_passes(self)
 
     def new_cache(self) -> KvCache:
         return SequenceCache(self.pool)

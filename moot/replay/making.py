@@ -13,7 +13,7 @@ from moot.core.errors import ConfigError, MootError
 from moot.core.noise import choice_seed
 from moot.core.types import FinishReason, SamplingParams
 from moot.model.backend import choose_runner
-from moot.model.load import load_model
+from moot.model.loading.load import load_model
 from moot.model.runner import ModelRunner
 from moot.replay.folder import Meta, read_meta, write_meta
 from moot.replay.prompts import Prompt

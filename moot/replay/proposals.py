@@ -14,7 +14,7 @@ import numpy as np
 
 from moot.core.errors import ConfigError
 from moot.core.types import Proposal
-from moot.proposers.base import Ask, Chain, Proposer
+from moot.drafters.base import Ask, Chain, Proposer
 from moot.replay.files import load_arrays, save_arrays
 from moot.replay.texts import TargetText
 

@@ -1,4 +1,7 @@
-"""Recording, resumable at every text: first what the target says, then what each drafter proposes there."""
+"""Recording, resumable at every text: first what the target says, then what each drafter proposes there.
+
+What drafters inside the verifier propose at every place of recorded texts: the target reads each text once more.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,68 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from moot.core.errors import ConfigError
-from moot.proposers.entries import INSIDE_KINDS, DrafterEntry
-from moot.proposers.registry import create, load_kind
+from moot.core.history import History
+from moot.drafters.attached.base import InsideAsk, InsideDrafter
+from moot.drafters.base import INSIDE_KINDS, Chain, DrafterEntry
+from moot.drafters.registry import create, load_kind
+from moot.model.cache.base import KvCache
+from moot.model.inputs import SequenceInput
+from moot.model.runner import ModelRunner
 from moot.replay.folder import TEXTS, drafter_path
 from moot.replay.proposals import DrafterFacts, ProposalRecord, load_record, record_text, save_record
+from moot.replay.target import CHUNK_TOKENS
 from moot.replay.texts import TargetText, load_texts, save_texts
 from moot.shipped import locate
 
 if TYPE_CHECKING:
     from moot.model.runner import ModelRunner
+
+
+def record_inside(drafter: InsideDrafter, runner: ModelRunner, text: TargetText, record: ProposalRecord) -> None:
+    """Ask `drafter` at every place of `text`, as a verifier does after having committed that place's token.
+
+    The time is that of an ask that shares its pass with no other.
+    """
+    facts, ids = record.facts, [*text.prompt_token_ids, *text.output_token_ids]
+    first = len(text.prompt_token_ids)
+    cache = runner.new_cache()
+    said: list[tuple[list[Chain], float]] = []
+    try:
+        states = read(runner, cache, ids[:-1], first - 1)
+        # From the end on: the cache is cut back to what it holds at each place.
+        for place in reversed(range(text.num_places)):
+            cache.crop(first + place)
+            known = ids[: first + place + 1]
+            history = History(text.prompt_token_ids, known[first:])
+            wanted = (facts.num_speculative_tokens, facts.width)
+            ask = InsideAsk(known, text.params, history, states[place], *wanted, cache=cache)
+            begin = time.perf_counter()
+            (chains,) = drafter.propose([ask])
+            said.append((chains[: facts.width], time.perf_counter() - begin))
+    finally:
+        cache.free()
+    for chains, seconds in reversed(said):
+        record.add_place(chains, 0.0, seconds)
+    record.end_text()
+
+
+def read(runner: ModelRunner, cache: KvCache, token_ids: list[int], first: int) -> Tensor:
+    """Feed `token_ids`; the target's hidden states from index `first` on, [len(token_ids) - first, width]."""
+    runner.keep_states()
+    found: list[Tensor] = []
+    for start in range(0, len(token_ids), CHUNK_TOKENS):
+        chunk = token_ids[start : start + CHUNK_TOKENS]
+        wanted = range(max(first - start, 0), len(chunk))
+        runner.forward([SequenceInput(cache, chunk, None, wanted)])
+        cache.commit(range(len(chunk)))
+        if len(wanted):
+            found += runner.states()
+    return torch.cat(found)
+
 
 SAVE_EVERY_S = 10.0
 Say = Callable[[str], None]
@@ -139,8 +194,7 @@ def _speaker(entry: DrafterEntry, vocab_size: int, target: Callable[[], ModelRun
     if target is None:
         raise ConfigError(f"drafter {entry.drafter_id} lives inside the verifier: its target is needed")
     # Brings torch, which the other kinds need not.
-    from moot.proposers.inside import create_inside
-    from moot.replay.inside import record_inside
+    from moot.drafters.attached.kinds import create_inside
 
     runner = target()
     drafter = create_inside(entry, runner)

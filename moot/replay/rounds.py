@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 from moot.core.acceptance import walk
 from moot.core.generation import Generation
-from moot.core.policy import PoolPolicy
-from moot.core.request_policy import Plan
+from moot.core.speculation.policy import Plan, PoolPolicy
 from moot.core.types import Draft, FinishReason, Proposal, Verification
-from moot.core.voting import validate_proposal
+from moot.core.voting.voting import validate_proposal
 from moot.replay.proposals import shortened
 from moot.replay.texts import TargetText
 from moot.simulation.costs import StepCost

@@ -12,11 +12,10 @@ from moot.core.acceptance import walk
 from moot.core.errors import InvalidRequest
 from moot.core.history import History
 from moot.core.types import Draft, FinishReason, SamplingParams
-from moot.model.cache import KvCache
-from moot.model.candidates import likeliest
+from moot.model.cache.base import KvCache
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
-from moot.model.sampler import Sampler
+from moot.model.sampling.sampler import Sampler, likeliest
 
 CHUNK_TOKENS = 256
 """Of a prompt read at a time."""

@@ -1,1 +1,1 @@
-"""The wire: conversion between messages and core types, links, frames, server and interceptors."""
+"""The wire: conversion between messages and core types, links, TLS, interceptors, server."""

@@ -2,19 +2,162 @@
 
 Measured with grpcio 1.85: keepalive alone takes a minute to notice a frozen peer; with http2.ping_timeout set it
 takes one to two seconds. A client that pings faster than the server allows is cut off with "too many pings".
+
+A bounded queue whose reader takes all that is there at once, as far as one message holds it: few frames.
+
+Writing a message, and learning the moment in which gRPC has it.
+
+Why a peer could not be asked what it is, as far as gRPC tells: for logs, and for how soon to try again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
 
 from moot.config import option
-from moot.core.errors import ConfigError
+from moot.core.errors import ConfigError, PeerLost, PeerRefused
 from moot.rpc.tls import PodTls, TlsOptions
+
+ItemT = TypeVar("ItemT")
+
+ITEM_OVERHEAD_BYTES = 16
+"""More than what a repeated field adds to each of its messages: a tag and a length."""
+
+
+class FrameQueueFull(Exception):
+    """The reader does not keep up: whoever owns the stream ends it, which frees everything behind it."""
+
+
+class FrameQueue(Generic[ItemT]):
+    """One event loop, any number of writers, one reader.
+
+    `put` never waits: past `max_items` it raises FrameQueueFull. `next_frame` waits for at least one item and returns
+    up to `max_frame_items` of them, fewer when they would be more than `max_frame_bytes` together (an item that is
+    larger than that comes alone); after `close` it drains what is left, then returns an empty list. `size_of`: an
+    item's bytes.
+    """
+
+    def __init__(
+        self,
+        max_items: int = 8192,
+        max_frame_items: int = 256,
+        max_frame_bytes: int = 0,
+        size_of: Callable[[ItemT], int] = lambda item: 0,
+    ) -> None:
+        self._items: deque[ItemT] = deque()
+        self._max_items = max_items
+        self._max_frame_items = max_frame_items
+        self._max_frame_bytes = max_frame_bytes
+        self._size_of = size_of
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def put(self, item: ItemT) -> None:
+        if self._closed:
+            return
+        if len(self._items) >= self._max_items:
+            raise FrameQueueFull(f"{self._max_items} items wait to be written")
+        self._items.append(item)
+        self._wake()
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake()
+
+    async def next_frame(self) -> list[ItemT]:
+        while not self._items and not self._closed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        frame: list[ItemT] = []
+        num_bytes = 0
+        while self._items and len(frame) < self._max_frame_items:
+            num_bytes += self._size_of(self._items[0]) + ITEM_OVERHEAD_BYTES
+            if frame and 0 < self._max_frame_bytes < num_bytes:
+                break
+            frame.append(self._items.popleft())
+        return frame
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Handed(Generator[Any, Any, None]):
+    """`await Handed(call.write(message), note)`: as `await call.write(message)`, and `note()` is called on the way.
+
+    gRPC puts a message on the connection within the call that takes it, unless the peer's window is full; that it has
+    done so it tells through its own thread and the event loop, after everything else that the loop has to do. `note`
+    is called when the first part is done. Not when it fails.
+    """
+
+    __slots__ = ("_note", "_steps")
+
+    def __init__(self, write: Coroutine[Any, Any, None], note: Callable[[], None]) -> None:
+        self._steps: Generator[Any, Any, None] = write.__await__()
+        self._note: Callable[[], None] | None = note
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self
+
+    def send(self, value: Any) -> Any:
+        try:
+            waits_for = self._steps.send(value)
+        except StopIteration:
+            self._tell()
+            raise
+        self._tell()
+        return waits_for
+
+    def throw(self, error: Any, value: Any = None, trace: Any = None) -> Any:
+        return self._steps.throw(error if value is None else value)
+
+    def _tell(self) -> None:
+        note, self._note = self._note, None
+        if note is not None:
+            note()
+
+
+# Texts of grpcio 1.85; what is not recognised is told as it is.
+_UNTRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
+_OTHER_NAME = "Hostname Verification Check failed"
+_NO_TLS = "WRONG_VERSION_NUMBER"
+_NEVER_CONNECTED = "failed to connect to all addresses"
+
+
+def failure_of(error: grpc.aio.AioRpcError, server_name: str | None) -> PeerRefused | PeerLost:
+    """PeerRefused where trying again at once is in vain. `server_name`: expected in the peer's certificate; None: no
+    TLS here."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+        return PeerRefused(details)
+    if _OTHER_NAME in details:
+        return PeerRefused(f"its certificate is not that of {server_name}")
+    if match := _UNTRUSTED.search(details):
+        return PeerRefused(f"its certificate is not trusted: {match[1]}")
+    if _NO_TLS in details:
+        return PeerRefused("it does not speak TLS, which this side does")
+    if details.startswith(_NEVER_CONNECTED) and "Socket closed" in details:
+        guess = "may want TLS" if server_name is None else "may refuse this side's certificate: its log says why"
+        return PeerLost(f"it closed the connection before it answered; it {guess}")
+    return PeerLost(f"{error.code().name}: {details}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

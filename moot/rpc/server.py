@@ -14,12 +14,12 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from moot.admin import AdminServer
 from moot.core.errors import ConfigError
-from moot.metrics import Metrics
 from moot.rpc.interceptors import ErrorInterceptor
 from moot.rpc.link import LinkConfig
 from moot.rpc.tls import PodTls
+from moot.runtime.admin import AdminServer
+from moot.runtime.metrics import Metrics
 
 _log = logging.getLogger("moot.server")
 

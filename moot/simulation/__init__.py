@@ -1,1 +1,1 @@
-"""Discrete-event simulation of routers, drafter pools and verifiers, driven by the policies of moot/core."""
+"""Discrete-event simulation of routers, drafters and verifiers, driven by the policies of moot.core."""

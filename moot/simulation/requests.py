@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from moot.core.generation import Generation
-from moot.core.policy import PoolPolicy
-from moot.core.request_policy import Plan, RequestPolicy
+from moot.core.speculation.policy import Plan, PoolPolicy, RequestPolicy
 from moot.core.types import Draft, Proposal, SamplingParams, Verification
-from moot.core.voting import VoteResult
+from moot.core.voting.voting import VoteResult
 from moot.simulation.drafters import DrafterPool, DraftSession
 from moot.simulation.events import Server, Timeline
 from moot.simulation.router_plan import Counts, RouterPlan

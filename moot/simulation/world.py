@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from moot.core.panel import PAYING
-from moot.core.policy import PoolPolicy, make_policy
+from moot.core.speculation.panel import PAYING
+from moot.core.speculation.policy import PoolPolicy, make_policy
 from moot.simulation.drafters import DrafterPool, DraftSession, PoolPlan
 from moot.simulation.events import Cores, Server, Timeline
 from moot.simulation.requests import Request

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moot.core.types import SamplingParams
-from moot.proposers.base import Ask, Chain, Proposer
+from moot.drafters.base import Ask, Chain, Proposer
 from moot.testing.text import ScriptedText
 
 CONFIDENCE = 200

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
-from moot.rpc.frames import FrameQueue
-from moot.rpc.link import STREAM_ERRORS
+from moot.rpc.link import STREAM_ERRORS, FrameQueue
 from moot.testing.server import InProcessServer
 
 SessionT = TypeVar("SessionT")

@@ -1,4 +1,7 @@
-"""Gradient descent that can be interrupted: what step k does depends on k and the seed, never on the clock."""
+"""Gradient descent that can be interrupted: what step k does depends on k and the seed, never on the clock.
+
+A progress bar with rate and time left, on standard error.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,36 @@ import logging
 import math
 import os
 import pickle
+import sys
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from moot.core.errors import ConfigError
-from moot.training.progress import progress_bar
+
+
+@contextmanager
+def progress_bar(what: str, unit: str, total: int, done: int = 0) -> Iterator[Any]:
+    """Yields an object with `update(count)` and `set_postfix_str(text)`. Where standard error is no terminal a line
+    appears every half minute."""
+    seconds = 0.2 if sys.stderr.isatty() else 30.0
+    bar = tqdm(
+        desc=what, unit=unit, total=total, initial=done, unit_scale=True, mininterval=seconds, maxinterval=seconds,
+        file=sys.stderr, dynamic_ncols=True, smoothing=0.05,
+    )  # fmt: skip
+    try:
+        yield bar
+    finally:
+        bar.close()
+
 
 _log = logging.getLogger("moot.training")
 

@@ -1,4 +1,4 @@
-"""Trains a recurrent head (moot.model.recurrent_head) to say what the target says, several steps from each state."""
+"""Trains a recurrent head to say what the target says, several steps from each state."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moot.model.recurrent_head import HeadShape, RecurrentHead, embed
-from moot.training.acceptance import LONGEST, MOST_MEASURED, Stream, leading, report
-from moot.training.dataset import Starts, Text, Window
-from moot.training.divergence import divergence
+from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead, embed
+from moot.training.dataset import ANSWERS, Starts, Text, Window
 from moot.training.fit import Plan, fit
-from moot.training.script import ANSWERS
+from moot.training.measure import LONGEST, MOST_MEASURED, Stream, divergence, leading, report
 from moot.training.teacher import Teacher
 
 
@@ -53,8 +51,8 @@ class HeadTrainer:
 
     title = "Recurrent head"
     what = (
-        "Guesses the tokens after the next one from the target's last hidden state (`moot.model.recurrent_head`). Its"
-        " output rows are the target's own and are not in the file."
+        "Guesses the tokens after the next one from the target's last hidden state"
+        " (`moot.drafters.attached.recurrent_head`). Its output rows are the target's own and are not in the file."
     )
 
     @property

@@ -17,12 +17,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from moot.training.acceptance import MOST_MEASURED, Stream, from_single, report
 from moot.training.card import copy_tokenizer
-from moot.training.dataset import Starts, Text
-from moot.training.divergence import divergence
+from moot.training.dataset import ANSWERS, Starts, Text, is_written
 from moot.training.fit import Plan, fit
-from moot.training.script import ANSWERS, is_written
+from moot.training.measure import MOST_MEASURED, Stream, divergence, from_single, report
 from moot.training.teacher import Teacher
 
 _HEAD_DIM = 64

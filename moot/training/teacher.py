@@ -13,8 +13,8 @@ from torch import Tensor
 from moot.core.errors import ModelRefused
 from moot.core.types import ModelInfo
 from moot.model.decoder.products import can_pack
-from moot.model.load import load_model
-from moot.training.store import TextStore
+from moot.model.loading.load import load_model
+from moot.training.dataset import TextStore
 
 _MOST_APART = 0.25
 """Between a stored total and one computed again, in logits: bfloat16 rounds large ones by an eighth."""

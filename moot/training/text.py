@@ -5,6 +5,13 @@ A row is one conversation after the other, each in a context of its own.
 A shard depends on the settings, its number and nothing else: it has random numbers of its own, starts with empty
 caches, and all its passes have the same rows. So whatever was interrupted, the same text comes out; what is lost is the
 shard that was being made.
+
+Tokens for many rows at once, drawn by inversion: softmax, running sum, search.
+
+Training text needs the target's distribution, not the noise that texts are served with: one uniform number a row
+instead of one a vocabulary entry.
+
+The target's last hidden state: what its output layer is given, as the runner computes it.
 """
 
 from __future__ import annotations
@@ -12,7 +19,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,19 +28,86 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moot.core.errors import ConfigError, MootError
+from moot.model.cache.contiguous import PAGE_SLOTS, round_up
+from moot.model.decoder.products import Product
 from moot.model.inputs import SequenceInput
-from moot.model.kv import PAGE_SLOTS, round_up
-from moot.model.load import LoadedModel
+from moot.model.loading.load import LoadedModel
 from moot.model.runner import ModelRunner
 from moot.training.chat import Chat
-from moot.training.progress import progress_bar
+from moot.training.dataset import BEGIN, Row, Shard, TextStore, bits, is_held_out, stages
+from moot.training.fit import progress_bar
 from moot.training.prompts import Turn, built_in, free_running
-from moot.training.sample import draw
-from moot.training.script import BEGIN, Row, stages
-from moot.training.store import Shard, TextStore, bits, is_held_out
-from moot.training.tap import Tap, tapped
+
+
+def draw(logits: Tensor, best: Tensor, temperatures: Tensor, uniform: Tensor) -> Tensor:
+    """int64 [rows]: `best` where the temperature is 0, else a sample of softmax(logits / temperature).
+
+    logits [rows, vocab]; best, int64, temperatures and uniform (in [0, 1)) [rows].
+    """
+    ids = best.clone()
+    hot = (temperatures > 0).nonzero()[:, 0]
+    if len(hot):
+        cumulated = torch.softmax(logits[hot] / temperatures[hot, None].to(logits.dtype), 1).cumsum(1)
+        wanted = uniform[hot, None].to(logits.dtype) * cumulated[:, -1:]
+        ids[hot] = torch.searchsorted(cumulated, wanted, right=True)[:, 0].clamp_max(logits.shape[1] - 1)
+    return ids
+
+
+class Tap:
+    """Collects the rows that go into the output layer, after the last norm."""
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+
+    def add(self, rows: Tensor) -> None:
+        self._rows.append(rows.detach().reshape(-1, rows.shape[-1]))
+
+    def take(self) -> Tensor:
+        """[rows, width] of all passes since the last call."""
+        rows, self._rows = self._rows, []
+        return torch.cat(rows)
+
+
+class _TappedProduct(Product):
+    """The output layer of a decoder, which tells a tap what it is given."""
+
+    __slots__ = ("_product", "_tap")
+
+    def __init__(self, product: Product, tap: Tap) -> None:
+        self.outputs, self.inputs, self.has_bias = product.outputs, product.inputs, product.has_bias
+        self._product, self._tap = product, tap
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._tap.add(x)
+        return self._product(x)
+
+
+@contextmanager
+def tapped(loaded: LoadedModel) -> Iterator[Tap]:
+    """While it lasts, passes over `loaded` leave the hidden states of their logit rows in the tap."""
+    tap = Tap()
+    if loaded.decoder is not None:
+        product = loaded.decoder.head
+        loaded.decoder.head = _TappedProduct(product, tap)
+        try:
+            yield tap
+        finally:
+            loaded.decoder.head = product
+        return
+    model: Any = loaded.model
+
+    def tell(module: Any, inputs: tuple[Tensor, ...]) -> None:
+        tap.add(inputs[0])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(tell)
+    try:
+        yield tap
+    finally:
+        handle.remove()
+
 
 Rng = np.random.Generator
 
@@ -86,7 +161,7 @@ class TextMaker:
         self._digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
         most = max(settings.rows * settings.row_positions, settings.long_rows * settings.long_positions)
         slack = max(settings.rows, settings.long_rows) * 2 * PAGE_SLOTS
-        self.runner = ModelRunner(loaded, round_up(most, PAGE_SLOTS) + slack, False)
+        self.runner = ModelRunner(loaded, round_up(most, PAGE_SLOTS) + slack)
 
     @property
     def manifest(self) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The drafter: one kind of drafter behind gRPC."""

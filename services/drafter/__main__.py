@@ -7,8 +7,8 @@ import sys
 
 from moot.config import load_config
 from moot.core.errors import ConfigError, ModelRefused
-from moot.logs import setup_logging
-from moot.proposers.registry import MODEL_FREE_KINDS
+from moot.drafters.registry import MODEL_FREE_KINDS
+from moot.runtime.logs import setup_logging
 from moot.tokenizer import keep_torch_out
 from services.drafter.config import DrafterConfig
 from services.drafter.serve import serve

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moot.core.types import SamplingParams
-from moot.proposers.base import Chain
+from moot.drafters.base import Chain
 
 
 @dataclass(frozen=True, slots=True)

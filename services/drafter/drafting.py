@@ -3,27 +3,89 @@
 Kinds that draft token by token are driven one step at a time, so that whatever comes in waits for one step at most: an
 ask joins the batch at its next step, and drafting ahead ends between two tokens. Ahead means: one whole next proposal
 and the target's own token before it, which is what can be used when the present one is accepted whole.
+
+Answers on their way to their streams: gathered while a piece of work is done, delivered together.
+
+The fault point `drafter.propose`: a drafter that is slow, frozen, lying or talking garbage. For fault tests.
+
+`delay:SECONDS` and `freeze` stand still before drafting; `lie` answers random ids; `garbage[:form]` answers what no
+drafter may: form `range` (ids outside the vocabulary), `long` (more than asked for), `empty` (a proposal without
+ids), `confidences` (too few of them); without a form, one after the other. `memory:SESSIONS` has no memory to draft for
+more than so many at once. After `@` a request id limits it to that.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moot import trace
 from moot.core.errors import is_out_of_memory
-from moot.metrics import Metrics
-from moot.proposers.base import Ask, Chain, Proposer
-from services.drafter import faults
-from services.drafter.commands import Ahead, Proposed, Stream
+from moot.drafters.base import Ask, Chain, Proposer
+from moot.runtime import tracing
+from moot.runtime.faults import fault, fault_delay_s
+from moot.runtime.metrics import Metrics
+from services.drafter.commands import Ahead, Answer, Propose, Proposed, Stream
 from services.drafter.config import DrafterConfig
-from services.drafter.outbox import Outbox
-from services.drafter.path import Settled
-from services.drafter.sessions import Session, SessionTable
+from services.drafter.sessions import Session, SessionTable, Settled
+
+POINT = "drafter.propose"
+FORMS = ("range", "long", "empty", "confidences")
+
+
+def delay_s(request_ids: Sequence[str]) -> float:
+    """Seconds to stand still before drafting for these requests."""
+    return max((fault_delay_s(fault(POINT, request_id)) for request_id in request_ids), default=0.0)
+
+
+def shortage(num_sessions: int) -> None:
+    """Raises MemoryError where there is to be none for so many."""
+    found = fault(POINT)
+    if found is not None and found.action == "memory" and num_sessions > int(found.argument):
+        raise MemoryError(f"fault point {POINT}")
+
+
+def corrupted(chains: list[Chain], ask: Propose, request_id: str, vocab_size: int) -> list[Chain]:
+    """`chains`, or what the fault makes of them."""
+    found = fault(POINT, request_id)
+    if found is None or found.action not in ("lie", "garbage"):
+        return chains
+    length = max(ask.num_speculative_tokens, 1)
+    if found.action == "lie":
+        rng = random.Random(ask.base_length)
+        return [Chain(tuple(rng.randrange(vocab_size) for _ in range(length)), (255,) * length)]
+    form = found.argument or FORMS[ask.round_index % len(FORMS)]
+    if form == "range":
+        return [Chain((vocab_size + 7,) * length, (255,) * length)]
+    if form == "long":
+        return [Chain((0,) * (3 * length + 1), (255,) * (3 * length + 1))]
+    if form == "empty":
+        return [Chain((), ())]
+    return [Chain((0,) * length, (255,) * (length - 1))]
+
+
+class Outbox:
+    """Not thread-safe: the engine's thread only."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, list[Answer]] = {}
+        self._streams: dict[int, Stream] = {}
+
+    def put(self, stream: Stream, answer: Answer) -> None:
+        self._streams[id(stream)] = stream
+        self._answers.setdefault(id(stream), []).append(answer)
+
+    def deliver(self) -> None:
+        """Each stream gets its answers in one piece."""
+        for key, answers in self._answers.items():
+            self._streams[key].deliver(answers)
+        self._answers.clear()
+        self._streams.clear()
+
 
 _log = logging.getLogger("moot.drafter")
 
@@ -143,8 +205,8 @@ class Drafting:
 
     def _draft_for(self, batch: Sequence[Session]) -> None:
         new = [session for session in batch if session.ask is not None and not session.ask.started_ns]
-        if delay_s := faults.delay_s([session.request_id for session in new]):
-            self._stopping.wait(delay_s)
+        if wait_s := delay_s([session.request_id for session in new]):
+            self._stopping.wait(wait_s)
         for session in new:
             if session.ask is not None:
                 session.ask.started_ns = time.monotonic_ns()
@@ -201,9 +263,9 @@ class Drafting:
     def _propose(self, sessions: Sequence[Session], asks: Sequence[Ask[Any]]) -> list[list[Chain]]:
         """Empty for all where the kind fails: its defect ends the sessions it met, not the service."""
         num_ahead = sum(ask.is_ahead for ask in asks)
-        with trace.span("draft", num_asked=len(asks) - num_ahead, num_ahead=num_ahead):
+        with tracing.span("draft", num_asked=len(asks) - num_ahead, num_ahead=num_ahead):
             try:
-                faults.shortage(len(asks))
+                shortage(len(asks))
                 return self._proposer.propose(asks)
             except Exception as error:  # noqa: BLE001 - see above
                 self.fail(error, [(session.stream, session.session_id) for session in sessions])
@@ -220,7 +282,7 @@ class Drafting:
         asked = session.asked
         if asked is None or not (asked.takes_ahead and session.is_followed and asked.width == 1):
             return
-        (path,) = faults.corrupted([session.path.chain], asked, session.request_id, self._vocab_size)
+        (path,) = corrupted([session.path.chain], asked, session.request_id, self._vocab_size)
         self._outbox.put(session.stream, Ahead(asked.session_id, asked.round_index, asked.base_length, path))
 
     def _answer(self, session: Session, chains: list[Chain]) -> None:
@@ -231,7 +293,7 @@ class Drafting:
         if drafted_ns:
             self._metrics.draft_seconds.observe(drafted_ns / 1e9)
         command = ask.command
-        chains = faults.corrupted(chains, command, session.request_id, self._vocab_size)
+        chains = corrupted(chains, command, session.request_id, self._vocab_size)
         answer = Proposed(command.session_id, command.round_index, command.base_length, tuple(chains), drafted_ns)
         self._outbox.put(session.stream, answer)
 

@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moot.core.errors import NoCapacity
-from moot.metrics import Metrics
-from moot.proposers.base import Proposer
-from moot.worker import WorkerThread
+from moot.drafters.base import Proposer
+from moot.runtime.metrics import Metrics
+from moot.runtime.worker import WorkerThread
 from services.drafter.commands import Close, Command, Open, Propose, Stream, Unknown
 from services.drafter.config import DrafterConfig
-from services.drafter.drafting import Drafting
-from services.drafter.outbox import Outbox
+from services.drafter.drafting import Drafting, Outbox
 from services.drafter.sessions import PendingAsk, Session
 
 HOUSEKEEPING_S = 1.0

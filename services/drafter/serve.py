@@ -8,19 +8,18 @@ from typing import Any
 
 from moot.core.errors import ConfigError
 from moot.core.types import ModelInfo
-from moot.metrics import Metrics
-from moot.proposers.base import Proposer
-from moot.proposers.registry import MODEL_KINDS, REQUEST_KINDS, create
+from moot.drafters.base import Proposer
+from moot.drafters.registry import MODEL_KINDS, REQUEST_KINDS, create
 from moot.rpc.server import GrpcServer, run_until_terminated
 from moot.rpc.tls import open_tls
+from moot.runtime.metrics import Metrics
+from moot.runtime.worker import WorkerThread
 from moot.shipped import locate
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from moot.v1.drafter_service_pb2_grpc import add_DrafterServiceServicer_to_server
-from moot.worker import WorkerThread
 from services.drafter.config import DrafterConfig
 from services.drafter.engine import DrafterEngine
-from services.drafter.servicer import DrafterServicer
-from services.drafter.wire import description_to_pb
+from services.drafter.servicer import DrafterServicer, description_to_pb
 
 SERVICE = "moot.v1.DrafterService"
 

@@ -1,4 +1,7 @@
-"""The gRPC face of a drafter: streams in, engine, streams out."""
+"""The gRPC face of a drafter: streams in, engine, streams out.
+
+Messages to commands and answers to messages: the drafter's own half of the wire.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,68 @@ from typing import Any
 import grpc.aio
 
 from moot.core.errors import InvalidRequest
-from moot.rpc.frames import FrameQueue, FrameQueueFull
+from moot.core.types import ModelInfo, Proposal
+from moot.rpc import convert
+from moot.rpc.link import FrameQueue, FrameQueueFull
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc as pb_grpc
-from services.drafter import wire
-from services.drafter.commands import Answer, Command
+from services.drafter.commands import Ahead, Answer, Close, Command, Open, Propose, Proposed
 from services.drafter.engine import DrafterEngine
+
+
+def command_from_pb(message: pb.DraftCommand) -> Command | None:
+    """None for a command that this version does not know. Raises ValueError when malformed."""
+    match message.WhichOneof("command"):
+        case "open":
+            opening = message.open
+            prefix = (*opening.prompt_token_ids, *opening.output_token_ids)
+            params = convert.sampling_from_pb(opening.sampling)
+            return Open(message.session_id, opening.request_id, prefix, params)
+        case "propose":
+            ask = message.propose
+            return Propose(
+                message.session_id,
+                ask.round_index,
+                ask.base_length,
+                tuple(ask.committed_token_ids),
+                ask.num_speculative_tokens,
+                ask.width,
+                convert.top_candidates_from_pb(ask.top_candidates),
+                ask.deadline_ms,
+                ask.takes_ahead,
+                ask.is_answered,
+            )
+        case "finish" | "abort":
+            return Close(message.session_id)
+        case _:
+            return None
+
+
+def answer_to_pb(answer: Answer, drafter_id: str) -> pb.DraftAnswer:
+    if isinstance(answer, Ahead):
+        path = convert.proposal_to_pb(Proposal(drafter_id, answer.path.token_ids, answer.path.confidences))
+        ahead = pb.Ahead(round_index=answer.round_index, base_length=answer.base_length, path=path)
+        return pb.DraftAnswer(session_id=answer.session_id, ahead=ahead)
+    if not isinstance(answer, Proposed):
+        unknown = pb.UnknownDraftSession(round_index=answer.round_index)
+        return pb.DraftAnswer(session_id=answer.session_id, unknown_session=unknown)
+    proposed = pb.Proposed(
+        round_index=answer.round_index,
+        base_length=answer.base_length,
+        proposals=[
+            convert.proposal_to_pb(Proposal(drafter_id, chain.token_ids, chain.confidences)) for chain in answer.chains
+        ],
+        drafted_ns=answer.drafted_ns,
+    )
+    return pb.DraftAnswer(session_id=answer.session_id, proposed=proposed)
+
+
+def drain_to_pb(grace_s: float) -> pb.DraftAnswer:
+    return pb.DraftAnswer(drain=pb.DrafterDrain(grace_ms=round(grace_s * 1000)))
+
+
+def description_to_pb(kind: str, family: str, info: ModelInfo) -> pb.DescribeDrafterResponse:
+    return pb.DescribeDrafterResponse(kind=kind, family=family, model=convert.model_info_to_pb(info))
 
 
 class DraftStream:
@@ -29,7 +88,7 @@ class DraftStream:
         self._loop = asyncio.get_running_loop()
 
     def deliver(self, answers: Sequence[Answer]) -> None:
-        messages = [wire.answer_to_pb(answer, self._drafter_id) for answer in answers]
+        messages = [answer_to_pb(answer, self._drafter_id) for answer in answers]
         try:
             self._loop.call_soon_threadsafe(self.put, messages)
         except RuntimeError:
@@ -85,7 +144,7 @@ class DrafterServicer(pb_grpc.DrafterServiceServicer):
 
     async def drain(self, grace_s: float) -> None:
         """Tell all peers to go elsewhere, also those that still come, and wait until they have gone."""
-        self._drain_message = wire.drain_to_pb(grace_s)
+        self._drain_message = drain_to_pb(grace_s)
         for stream in self._streams:
             stream.put([self._drain_message])
         await self._no_streams.wait()
@@ -121,7 +180,7 @@ class DrafterServicer(pb_grpc.DrafterServiceServicer):
 
 def _commands(request: pb.DraftRequest) -> list[Command]:
     try:
-        found = [wire.command_from_pb(message) for message in request.commands]
+        found = [command_from_pb(message) for message in request.commands]
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
     return [command for command in found if command is not None]

@@ -7,7 +7,7 @@ import sys
 
 from moot.config import load_config
 from moot.core.errors import MootError
-from moot.logs import setup_logging
+from moot.runtime.logs import setup_logging
 from moot.tokenizer import keep_torch_out
 from services.router.config import RouterConfig
 from services.router.lifecycle import serve

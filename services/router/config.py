@@ -7,22 +7,21 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from moot.config import option
-from moot.core.cascade import ALWAYS_ASK
 from moot.core.errors import ConfigError
-from moot.core.panel import PANELS, PAYING
-from moot.core.shapes import SHAPES
-from moot.core.speculation import LENGTHS
-from moot.core.voting import POLICIES
-from moot.core.weights import WEIGHTS
-from moot.proposers.registry import REQUEST_KINDS
+from moot.core.speculation.length import LENGTHS
+from moot.core.speculation.panel import ALWAYS_ASK, PANELS, PAYING
+from moot.core.voting.tree import SHAPES
+from moot.core.voting.voting import POLICIES
+from moot.core.voting.weights import WEIGHTS
+from moot.drafters.registry import REQUEST_KINDS
 from moot.rpc.link import LinkConfig, LinkOptions
-from services.router.links import LinkPolicy
-from services.router.priors import parse_priors
-from services.router.settings import HttpSettings
+from services.router.api.settings import HttpSettings
+from services.router.generation.ballots import BallotPolicy
+from services.router.generation.electorate import parse_priors
+from services.router.peers.links import LinkPolicy
+from services.router.peers.strikes import StrikePolicy
+from services.router.peers.verifiers import TargetPolicy
 from services.router.store.config import MODES, StoreConfig
-from services.router.strikes import StrikePolicy
-from services.router.target_policy import TargetPolicy
-from services.router.voters import BallotPolicy
 
 _BALLOT, _STRIKES, _TARGET, _LINK_POLICY = BallotPolicy(), StrikePolicy(), TargetPolicy(), LinkPolicy()
 _STORE, _HTTP = StoreConfig(url=""), HttpSettings(served_model_names=())

@@ -4,6 +4,8 @@ Every worker is a whole router and listens on the same ports; the system hands e
 (SO_REUSEPORT). They share the record store and the peers as replicas of a deployment do, so that a request of a worker
 that died is taken up from its record like any other, and limits are of one worker. The parent serves nothing but the
 metrics port: every worker's metrics with a label `worker`, and probes that ask the workers.
+
+The metrics of several workers as one exposition: every sample once per worker, told apart by a label.
 """
 
 from __future__ import annotations
@@ -19,20 +21,74 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from moot.admin import AdminServer
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
 from moot.core.errors import MootError
 from moot.rpc.server import write_ready_file
-from moot.supervisor import tied_to_this_process
+from moot.runtime.admin import AdminServer
+from moot.runtime.supervisor import tied_to_this_process
+from services.router.api.http.server import bind
 from services.router.config import RouterConfig
-from services.router.http.server import bind
-from services.router.worker_metrics import WorkerMetrics
 
 _log = logging.getLogger("moot.router.workers")
+
+_TIMEOUT_S = 2.0
+
+
+class WorkerMetrics(Collector):
+    """`addresses()`: base URL of the metrics of each worker that serves, by its name.
+
+    A worker that does not answer in time is left out of this scrape.
+    """
+
+    def __init__(self, addresses: Callable[[], Mapping[str, str]]) -> None:
+        self._addresses = addresses
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def exposition(self) -> bytes:
+        """All workers' metrics in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        return []  # so that registering asks no worker
+
+    def collect(self) -> list[Metric]:
+        addresses = self._addresses()
+        if not addresses:
+            return []
+        with ThreadPoolExecutor(len(addresses)) as threads:
+            texts = threads.map(_scrape, addresses.values())
+        return merged(dict(zip(addresses, texts, strict=True)))
+
+
+def merged(texts: Mapping[str, str]) -> list[Metric]:
+    """Families of all expositions, each sample with the label `worker`: whose text it stood in."""
+    families: dict[str, Metric] = {}
+    for worker, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            known.samples += [sample._replace(labels={**sample.labels, "worker": worker}) for sample in family.samples]
+    return list(families.values())
+
+
+def _scrape(address: str) -> str:
+    try:
+        with urllib.request.urlopen(f"{address}/metrics", timeout=_TIMEOUT_S) as answer:
+            return str(answer.read().decode())
+    except OSError as error:
+        _log.warning("a worker's metrics are missing", extra={"cause": type(error).__name__})
+        return ""
+
 
 _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 1.0

@@ -1,0 +1,1 @@
+"""The verifier: the target model, its cache, its batches, its sampler."""

@@ -15,7 +15,7 @@ import asyncio
 
 from moot.config import load_config
 from moot.core.errors import MootError
-from moot.logs import setup_logging
+from moot.runtime.logs import setup_logging
 from services.verifier.config import VerifierConfig
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from moot.core.types import ModelInfo
-from moot.faults import fault, fault_delay_s
-from moot.metrics import Metrics
 from moot.model.runner import ModelRunner
-from moot.tracing import Tracing
-from moot.worker import WorkerThread
+from moot.runtime.faults import fault, fault_delay_s
+from moot.runtime.metrics import Metrics
+from moot.runtime.tracing import Tracing
+from moot.runtime.worker import WorkerThread
+from services.verifier.admission import Intake
 from services.verifier.commands import Answer, Command, FailureCode
 from services.verifier.config import VerifierConfig
-from services.verifier.intake import Intake
 from services.verifier.serving import Serving
 from services.verifier.sessions import Stream
 

@@ -11,14 +11,14 @@ import torch
 
 from moot.core.errors import is_out_of_memory
 from moot.core.types import ROOT, Proposal
-from moot.faults import act, fault
-from moot.metrics import Metrics
-from moot.model.logits import joined
-from moot.model.sampler import Sampler
-from moot.model.trees import depths_of
-from moot.proposers.inside import NO_GUESSES, Guesses, InsideAsk, InsideDrafter
-from services.verifier.outcomes import DeviceLost, Outcome, Sampled, is_device_lost
+from moot.drafters.attached.base import NO_GUESSES, Guesses, InsideAsk, InsideDrafter
+from moot.model.cache.base import depths_of
+from moot.model.sampling.logits import joined
+from moot.model.sampling.sampler import Sampler
+from moot.runtime.faults import act, fault
+from moot.runtime.metrics import Metrics
 from services.verifier.sessions import Session
+from services.verifier.walks import DeviceLost, Outcome, Sampled, is_device_lost
 
 _log = logging.getLogger("moot.verifier")
 

@@ -12,24 +12,22 @@ from moot.core.errors import is_out_of_memory
 from moot.core.gathering import CPU_SHARE, Gathering
 from moot.core.scheduler import Batch, Limits, Scheduler
 from moot.core.types import ModelInfo, Verification
-from moot.metrics import Metrics
+from moot.drafters.attached.kinds import create_all_inside
 from moot.model.backend import samples_at_once
-from moot.model.batch_sampler import BatchSampler
-from moot.model.kv import PAGE_SLOTS
+from moot.model.cache.contiguous import PAGE_SLOTS
 from moot.model.runner import ModelRunner
-from moot.model.sampler import Sampler
-from moot.proposers.inside import create_all_inside
-from moot.tracing import Tracing
+from moot.model.sampling.batch import BatchSampler
+from moot.model.sampling.sampler import Sampler
+from moot.runtime.metrics import Metrics
+from moot.runtime.tracing import Tracing
+from services.verifier.admission import Arrival, Desk, Dropped, Intake
 from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finish, Open, Opened, Verified, Verify
 from services.verifier.config import VerifierConfig
-from services.verifier.desk import Desk, Dropped
 from services.verifier.inside import InsideDrafters
-from services.verifier.intake import Arrival, Intake
-from services.verifier.outcomes import Broken, Prefilled, Sampled
+from services.verifier.prefix_cache import PrefixSharing
 from services.verifier.sessions import Session, Stream
-from services.verifier.sharing import PrefixSharing
 from services.verifier.step import StepRunner
-from services.verifier.walks import Walks
+from services.verifier.walks import Broken, Prefilled, Sampled, Walks
 
 _log = logging.getLogger("moot.verifier")
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from moot.core.types import ROOT, Draft, SamplingParams
-from moot.model.trees import depths_of
-from moot.proposers.inside import NO_GUESSES, Guesses
-from moot.tracing import Span
+from moot.drafters.attached.base import NO_GUESSES, Guesses
+from moot.model.cache.base import depths_of
+from moot.runtime.tracing import Span
 from services.verifier.commands import Answer
 
 if TYPE_CHECKING:
-    from moot.model.cache import KvCache
-    from moot.model.sampler import History
+    from moot.model.cache.base import KvCache
+    from moot.model.sampling.sampler import History
 
 NO_ROUND = -1
 """`round_index` of the work that an opening is, and of a session that has verified nothing yet."""

@@ -15,12 +15,11 @@ from torch import Tensor
 from moot.core.errors import RequestPoisoned, is_out_of_memory
 from moot.core.scheduler import BatchItem
 from moot.core.types import ROOT, Draft
-from moot.faults import act, fault
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
-from services.verifier.outcomes import DeviceLost, Outcome, Prefilled, Sampled, broken, is_device_lost
+from moot.runtime.faults import act, fault
 from services.verifier.sessions import Session, Work
-from services.verifier.walks import Walks, row_of_nodes
+from services.verifier.walks import DeviceLost, Outcome, Prefilled, Sampled, Walks, broken, is_device_lost, row_of_nodes
 
 Item = BatchItem[Session]
 

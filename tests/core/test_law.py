@@ -6,15 +6,15 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from law_checker import DRAWS, follows, gumbel_grid, hash_grid
 from scipy import stats
 
 from moot.core.acceptance import walk
 from moot.core.noise import choice_seed, gumbel, hash32
 from moot.core.sampling import log_probs, sample_token
 from moot.core.types import Draft, Proposal, SamplingParams
-from moot.core.voting import vote
-from moot.model.sampler import History, Sampler
+from moot.core.voting.voting import vote
+from moot.model.sampling.sampler import History, Sampler
+from tests.core.law_checker import DRAWS, follows, gumbel_grid, hash_grid
 
 LOGITS = [1.25, 0.5, 0.5, -0.75, 2.0, -2.5, 0.0]
 VOCAB = len(LOGITS)

@@ -11,11 +11,11 @@ from math import prod
 
 import numpy as np
 import pytest
-from law_checker import DRAWS, follows, total_variation
 
 from moot.core.acceptance import walk
 from moot.core.types import Draft, Proposal
-from moot.core.voting import vote
+from moot.core.voting.voting import vote
+from tests.core.law_checker import DRAWS, follows, total_variation
 
 Law = tuple[Fraction, ...]
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from setup_tools import TOOLS
+
+from tests.deploy.setup_tools import TOOLS
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "moot"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from charts import NAMESPACE, Manifest, of_kind, one
 
-from moot.model.cpu import cpu_flags
-from moot.model.native.build import CPU_FLAGS
+from moot.model.decoder.kernels.library import CPU_FLAGS
+from moot.model.rows import cpu_flags
+from tests.deploy.charts import NAMESPACE, Manifest, of_kind, one
 
 DOCKER = "/usr/bin/docker"
 ENVIRON = {**os.environ, "DOCKER_HOST": os.environ.get("DOCKER_HOST") or "unix:///tmp/moot-engine/docker.sock"}
@@ -51,7 +51,7 @@ def logged(text: str, message: str) -> list[dict[str, Any]]:
 def assert_kernels(container: str, logs: str) -> None:
     """The image brings its kernels, no compiler, and computes with them where the CPU has what they use."""
     find = (
-        "from moot.model.native.build import SOURCE, source_digest;"
+        "from moot.model.decoder.kernels.library import SOURCE, source_digest;"
         "print(SOURCE.with_name(f'kernels-{source_digest()}.so').read_bytes()[:4])"
     )
     assert "ELF" in docker("exec", container, "python", "-c", find)

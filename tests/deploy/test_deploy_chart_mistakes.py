@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from charts import HELMS, MINIMAL, refusal, render
+
+from tests.deploy.charts import HELMS, MINIMAL, refusal, render
 
 HOSTS = {"enabled": True, "hosts": ["api.example.com"]}
 KEYS = {"existingSecret": "keys"}

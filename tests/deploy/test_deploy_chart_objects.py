@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import yaml
-from charts import SCENARIOS, Manifest, containers, of_kind, one, pod_templates, rendered, scenario_file
+
+from tests.deploy.charts import SCENARIOS, Manifest, containers, of_kind, one, pod_templates, rendered, scenario_file
 
 GIVEN = re.compile(r"^(moot-|hub-token|pull$|store-|api-tls)")
 """Secrets that an operator brings along."""

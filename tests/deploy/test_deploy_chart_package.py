@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from charts import CHART, HELMS, NAMESPACE, RELEASE, SCENARIOS, Manifest, helm, parse, rendered, scenario_file
+
+from tests.deploy.charts import (
+    CHART,
+    HELMS,
+    NAMESPACE,
+    RELEASE,
+    SCENARIOS,
+    Manifest,
+    helm,
+    parse,
+    rendered,
+    scenario_file,
+)
 
 SECRET_BYTES = 1024 * 1024
 """What one Secret may hold; a release is kept in one."""

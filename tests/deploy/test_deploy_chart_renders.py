@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from charts import (
+
+from tests.deploy.charts import (
     CHART,
     HELMS,
     NAMESPACE,

@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import yaml
-from charts import (
+
+from moot.config import load_config
+from moot.drafters.base import parse_options
+from moot.drafters.registry import MODEL_FREE_KINDS, load_kind
+from moot.rpc.link import LinkOptions
+from moot.rpc.tls import ROLES, Identity, identity_of
+from services.drafter.config import DrafterConfig
+from services.router.config import RouterConfig
+from services.router.peers.discovery import K8S_SCHEME, parse_drafters, parse_slices, parse_source
+from services.verifier.config import VerifierConfig
+from tests.deploy.charts import (
     CHART,
     HELMS,
     MINIMAL,
@@ -27,17 +37,6 @@ from charts import (
     render,
     rendered,
 )
-
-from moot.config import load_config
-from moot.proposers.options import parse_options
-from moot.proposers.registry import MODEL_FREE_KINDS, load_kind
-from moot.rpc.identity import ROLES, Identity, identity_of
-from moot.rpc.link import LinkOptions
-from services.drafter.config import DrafterConfig
-from services.router.config import RouterConfig
-from services.router.discovery import parse_drafters, parse_source
-from services.router.endpoint_slices import K8S_SCHEME, parse_slices
-from services.verifier.config import VerifierConfig
 
 CONFIGS: dict[str, type] = {"router": RouterConfig, "verifier": VerifierConfig, "drafter": DrafterConfig}
 
@@ -211,7 +210,7 @@ def test_each_role_finds_its_certificate_where_it_looks(tmp_path: Path, tls: dic
 
 
 def test_certificates_say_what_the_programs_read() -> None:
-    """The URI and the name of moot/rpc/identity.py, for the roles that there are pods of."""
+    """The URI and the name of moot/rpc/tls.py, for the roles that there are pods of."""
     for drafters, roles in (({}, {"router", "verifier"}), ({"suffix": {"kind": "suffix"}}, set(ROLES))):
         manifests = render({**MINIMAL, "drafters": drafters, "tls": {"enabled": True, **MADE}})
         specs = [certificate["spec"] for certificate in of_kind(manifests, "Certificate")]

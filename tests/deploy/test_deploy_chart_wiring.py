@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from charts import MINIMAL, Manifest, of_kind, one, pod_templates, render, rendered
 
 from moot.config import load_config
 from services.router.config import RouterConfig
-from services.router.priors import parse_priors
+from services.router.generation.electorate import parse_priors
+from tests.deploy.charts import MINIMAL, Manifest, of_kind, one, pod_templates, render, rendered
 
 ROLES = ("router", "verifier", "drafter-pool")
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from charts import ROOT, SCENARIOS, TOOLS, rendered, tool
+
+from tests.deploy.charts import ROOT, SCENARIOS, TOOLS, rendered, tool
 
 IN_CLUSTER = {
     "CKV_K8S_11": (".*", "a CPU limit throttles a latency-bound step in the middle; requests set the share instead"),

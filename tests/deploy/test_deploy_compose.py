@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
-from charts import CHART, ROOT, tool
 
 from moot.config import load_config
 from services.drafter.config import DrafterConfig
 from services.router.config import RouterConfig
-from services.router.discovery import parse_drafters, parse_source
+from services.router.peers.discovery import parse_drafters, parse_source
 from services.verifier.config import VerifierConfig
+from tests.deploy.charts import CHART, ROOT, tool
 
 CONFIGS: dict[str, type] = {"router": RouterConfig, "verifier": VerifierConfig, "drafter": DrafterConfig}
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from charts import ROOT, tool
-from containers import ENVIRON, assert_kernels, docker, needs_engine
 
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
+from tests.deploy.charts import ROOT, tool
+from tests.deploy.containers import ENVIRON, assert_kernels, docker, needs_engine
 
 pytestmark = [pytest.mark.timeout(600), needs_engine]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
-from charts import pod_templates, render, scenario_file
-from containers import NETWORK, Pod, assert_kernels, docker, needs_engine
 
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
+from tests.deploy.charts import pod_templates, render, scenario_file
+from tests.deploy.containers import NETWORK, Pod, assert_kernels, docker, needs_engine
 
 pytestmark = [pytest.mark.timeout(600), needs_engine]
 

@@ -14,7 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from charts import CHART
+
+from tests.deploy.charts import CHART
 
 SCRIPT = CHART / "files" / "fetch_model.py"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

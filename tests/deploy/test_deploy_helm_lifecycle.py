@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from charts import CHART, HELMS, NAMESPACE, RELEASE, SCENARIOS, TIMEOUT_S, rendered, scenario_file, tool
-from object_server import ObjectServer, object_server
+
+from tests.deploy.charts import CHART, HELMS, NAMESPACE, RELEASE, SCENARIOS, TIMEOUT_S, rendered, scenario_file, tool
+from tests.deploy.object_server import ObjectServer, object_server
 
 # What helm marks its own with.
 _OF_HELM = ("meta.helm.sh/release-name", "meta.helm.sh/release-namespace")

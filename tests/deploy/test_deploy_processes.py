@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from charts import CHART, Manifest, one, pod_templates, render
 
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
+from tests.deploy.charts import CHART, Manifest, one, pod_templates, render
 
 START_S = 120.0
 KEY = "a-key-of-the-test"

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from charts import pod_templates, rendered
 from redis.exceptions import RedisError
-from store_certificates import make_certificates
 
 from services.router.store.config import StoreConfig
 from services.router.store.connection import RedisConnection
+from tests.deploy.charts import pod_templates, rendered
+from tests.integration.store_certificates import make_certificates
 
 
 def address(port: int, certificates: Path) -> str:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from processes import LOOPBACK, Process
+
+from tests.integration.processes import LOOPBACK, Process
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from processes import LOOPBACK, eventually
+from tests.integration.processes import LOOPBACK, eventually
 
 READ_TIMEOUT_S = 60.0
 """Longer than every bound of the system: a read that takes so long is a hang."""

@@ -19,12 +19,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from asking import Ask, Reply, assert_same
-from processes import LOOPBACK, START_TIMEOUT_S, Process, equal_to, eventually, spawn, wait_metric
-from slice_server import ApiServer, endpoint, kubeconfig, slice_of
-from whole_system import DRAFTER_FLAGS, ROUTER_FLAGS, VERIFIER_FLAGS
-
-from moot.supervisor import Supervisor
+from moot.runtime.supervisor import Supervisor
+from tests.integration.asking import Ask, Reply, assert_same
+from tests.integration.processes import LOOPBACK, START_TIMEOUT_S, Process, equal_to, eventually, spawn, wait_metric
+from tests.integration.slice_server import ApiServer, endpoint, kubeconfig, slice_of
+from tests.integration.whole_system import DRAFTER_FLAGS, ROUTER_FLAGS, VERIFIER_FLAGS
 
 NAMESPACE = "serving"
 VERIFIER = "verifier"

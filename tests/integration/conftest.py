@@ -7,9 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from looping_model import make_looping_model
-from processes import eventually
-from shared_systems import (
+
+from moot.runtime.supervisor import Supervisor
+from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier
+from moot.testing.tiny_model import byte_tokenizer, make_tiny_model
+from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
+from tests.integration.looping_model import make_looping_model
+from tests.integration.processes import eventually
+from tests.integration.shared_systems import (
     DEADLINES,
     EVERYBODY,
     FIXED,
@@ -23,12 +28,7 @@ from shared_systems import (
     Voting,
     make_alike,
 )
-from whole_system import System, running
-
-from moot.model.tiny import byte_tokenizer, make_tiny_model
-from moot.supervisor import Supervisor
-from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier
-from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
+from tests.integration.whole_system import System, running
 
 
 @pytest.fixture(scope="session")

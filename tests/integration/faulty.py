@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from asking import Ask, Reply, assert_same, plain
-from whole_system import System
+from tests.integration.asking import Ask, Reply, assert_same, plain
+from tests.integration.whole_system import System
 
 LETTERS = "abcdefgh"
 STEP_DELAY = "verifier.step=delay:0.02"

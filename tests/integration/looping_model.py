@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
 
 END_ID = 258
 

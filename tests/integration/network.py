@@ -8,9 +8,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from processes import SETTLE_S
-
 from moot.testing import TcpProxy
+from tests.integration.processes import SETTLE_S
 
 ResultT = TypeVar("ResultT")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from moot.supervisor import Child, Supervisor
+from moot.runtime.supervisor import Child, Supervisor
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 120.0

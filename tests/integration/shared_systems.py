@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import SETTLE_S, Process
 from transformers import AutoModelForCausalLM
-from whole_system import System
 
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier
+from tests.integration.processes import SETTLE_S, Process
+from tests.integration.whole_system import System
 
 NARROW_BYTES = 16 * 1024
 IN_PROCESS = ("--in-process-drafters", "prompt_lookup,suffix")

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from processes import SETTLE_S, START_TIMEOUT_S
-
-from moot import embedded_store
-from moot.supervisor import Child, Supervisor
+from moot.commands import embedded_store
+from moot.runtime.supervisor import Child, Supervisor
+from tests.integration.processes import SETTLE_S, START_TIMEOUT_S
 
 
 @dataclass(slots=True)

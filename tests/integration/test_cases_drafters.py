@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api import assert_refused, choice_of, post
-from looping_model import greedy_ids
-from processes import eventually
-from shared_systems import HOSTILE_DRAFTERS
-from whole_system import System
+
+from tests.integration.api import assert_refused, choice_of, post
+from tests.integration.looping_model import greedy_ids
+from tests.integration.processes import eventually
+from tests.integration.shared_systems import HOSTILE_DRAFTERS
+from tests.integration.whole_system import System
 
 HA = list(b" ha ha ha")
 EIGHT = {"num_speculative_tokens": 8}

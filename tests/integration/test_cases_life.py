@@ -8,16 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from api import COMPLETIONS, choice_of, events, ids_of, post, streaming, whole
-from asking import Ask
-from looping_model import END_ID, ENDING, greedy_ids
-from processes import LOOPBACK, Process, eventually
 from prometheus_client.parser import text_string_to_metric_families
-from shared_systems import NARROW_BYTES, Looping, Scripted
-from whole_system import System
 
 from moot.core.types import SamplingParams
 from moot.testing.drafter import Manner
+from tests.integration.api import COMPLETIONS, choice_of, events, ids_of, post, streaming, whole
+from tests.integration.asking import Ask
+from tests.integration.looping_model import END_ID, ENDING, greedy_ids
+from tests.integration.processes import LOOPBACK, Process, eventually
+from tests.integration.shared_systems import NARROW_BYTES, Looping, Scripted
+from tests.integration.whole_system import System
 
 HA = list(b" ha ha ha")
 ENDLESS = {"prompt": HA, "max_tokens": 30_000, "ignore_eos": True, "temperature": 0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cases_table import CASES, TABLE, keepers, table
+from tests.integration.cases_table import CASES, TABLE, keepers, table
 
 
 def test_every_case_is_kept_by_a_test() -> None:

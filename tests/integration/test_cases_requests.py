@@ -7,9 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from api import CHAT, COMPLETIONS, assert_refused, choice_of, events, post, url_of
-from looping_model import greedy_ids
-from shared_systems import Looping
+
+from tests.integration.api import CHAT, COMPLETIONS, assert_refused, choice_of, events, post, url_of
+from tests.integration.looping_model import greedy_ids
+from tests.integration.shared_systems import Looping
 
 PROMPT = list(b" ha ha")
 GOOD = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}

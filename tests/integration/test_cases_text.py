@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from api import CHAT, assert_same, choice_of, events, ids_of, text_of, whole
-from looping_model import CYCLES, END_ID, ENDING, LETTERS, greedy_ids
-from processes import Process
-from shared_systems import VOTES, Looping, Voting
-from whole_system import System
+
+from tests.integration.api import CHAT, assert_same, choice_of, events, ids_of, text_of, whole
+from tests.integration.looping_model import CYCLES, END_ID, ENDING, LETTERS, greedy_ids
+from tests.integration.processes import Process
+from tests.integration.shared_systems import VOTES, Looping, Voting
+from tests.integration.whole_system import System
 
 GREEDY = {"temperature": 0}
 OFF = {"num_speculative_tokens": 0}

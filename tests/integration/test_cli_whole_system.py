@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from moot.client import Answer, Client, RequestFailed
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from api import assert_same, choice_of, post
-from processes import eventually
-from shared_systems import FIXED
-from whole_system import System, running
 
-from moot.model.recurrent_head import HeadShape, RecurrentHead
-from moot.model.tiny import make_tiny_model
+from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
+from moot.testing.tiny_model import make_tiny_model
+from tests.integration.api import assert_same, choice_of, post
+from tests.integration.processes import eventually
+from tests.integration.shared_systems import FIXED
+from tests.integration.whole_system import System, running
 
 FEW = [60, 61, 62, 63]
 OFF = {"num_speculative_tokens": 0}

@@ -8,12 +8,12 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from asking import Ask, assert_same, complete
-from faulty import STEP_DELAY, Rig, body, chat_body
-from processes import LOOPBACK, SETTLE_S, equal_to, eventually, wait_metric
-from whole_system import running
 
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
+from tests.integration.asking import Ask, assert_same, complete
+from tests.integration.faulty import STEP_DELAY, Rig, body, chat_body
+from tests.integration.processes import LOOPBACK, SETTLE_S, equal_to, eventually, wait_metric
+from tests.integration.whole_system import running
 
 A_MOMENT_S = 3.0
 """Promised is half a second; the rest is for a machine that is busy with other things."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import pytest
-from faulty import STEP_DELAY, Rig, num_proposed
-from processes import Process, at_least, equal_to, eventually, wait_metric
-from whole_system import running
 
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
+from tests.integration.faulty import STEP_DELAY, Rig, num_proposed
+from tests.integration.processes import Process, at_least, equal_to, eventually, wait_metric
+from tests.integration.whole_system import running
 
 GOOD = {"suffix": "suffix", "lookup": "prompt_lookup"}
 BAD = {"liar": "lie", "garbage": "garbage", "late": "delay:0.4"}

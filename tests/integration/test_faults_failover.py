@@ -7,18 +7,17 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from asking import Ask, Reply, assert_same
-from faulty import STEP_DELAY, Rig, body
-from processes import Process, equal_to, eventually, wait_metric
-from sentinel_group import Group
-from whole_system import running
 
 from moot.core.types import FinishReason
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
+from services.router.generation.types import RequestRecord
 from services.router.store import StoreConfig
-from services.router.store.link import RedisLink
-from services.router.store.redis_store import RedisStore
-from services.router.types import RequestRecord
+from services.router.store.server import RedisLink, RedisStore
+from tests.integration.asking import Ask, Reply, assert_same
+from tests.integration.faulty import STEP_DELAY, Rig, body
+from tests.integration.processes import Process, equal_to, eventually, wait_metric
+from tests.integration.sentinel_group import Group
+from tests.integration.whole_system import running
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from asking import assert_same
-from faulty import LETTERS, Rig, body, chat_body
-from processes import at_least, wait_metric
-from shared_systems import EVERYBODY, FIXED, make_alike
-from whole_system import running
 
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
 from moot.tokenizer import load_tokenizer
+from tests.integration.asking import assert_same
+from tests.integration.faulty import LETTERS, Rig, body, chat_body
+from tests.integration.processes import at_least, wait_metric
+from tests.integration.shared_systems import EVERYBODY, FIXED, make_alike
+from tests.integration.whole_system import running
 
 NUM = 8
 

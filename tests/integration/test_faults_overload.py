@@ -13,15 +13,15 @@ from pathlib import Path
 
 import grpc
 import pytest
-from asking import Ask, Reply, assert_same
-from faulty import STEP_DELAY, Rig, body
-from processes import LOOPBACK, Process, at_least, equal_to, eventually, wait_metric
-from test_faults_clients import status_of
-from whole_system import running
 
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
+from tests.integration.asking import Ask, Reply, assert_same
+from tests.integration.faulty import STEP_DELAY, Rig, body
+from tests.integration.processes import LOOPBACK, Process, at_least, equal_to, eventually, wait_metric
+from tests.integration.test_faults_clients import status_of
+from tests.integration.whole_system import running
 
 SEQS = 4
 KEYS = ("one", "two", "three", "four")

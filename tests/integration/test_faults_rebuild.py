@@ -9,22 +9,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
-from asking import Ask
-from faulty import STEP_DELAY, Rig, body
-from whole_system import System, running
 
 from moot.core.errors import CommitFenced, LeaseHeld
 from moot.core.types import FinishReason
-from moot.metrics import Metrics
-from moot.model.tiny import make_tiny_model
+from moot.runtime.metrics import Metrics
+from moot.testing.tiny_model import make_tiny_model
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
+from services.router.api.text import IncrementalText
+from services.router.api.tokenizer import TokenBytes
 from services.router.config import RouterConfig
+from services.router.generation.rounds import Rounds, ServedModel
+from services.router.generation.types import GenerationRequest, RequestRecord
 from services.router.lifecycle import Peers
-from services.router.rounds import Rounds, ServedModel
 from services.router.store import DurableStore, open_store
-from services.router.text import IncrementalText
-from services.router.token_bytes import TokenBytes
-from services.router.types import GenerationRequest, RequestRecord
+from tests.integration.asking import Ask
+from tests.integration.faulty import STEP_DELAY, Rig, body
+from tests.integration.whole_system import System, running
 
 LEASE_S = 1.5
 LEASE = ("--store-lease-s", str(LEASE_S))

@@ -15,14 +15,14 @@ from typing import Any
 
 import grpc
 import pytest
-from asking import assert_same
-from faulty import STEP_DELAY, Rig, body
-from processes import LOOPBACK, Process, at_least, eventually, wait_metric
-from whole_system import running
 
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
+from tests.integration.asking import assert_same
+from tests.integration.faulty import STEP_DELAY, Rig, body
+from tests.integration.processes import LOOPBACK, Process, at_least, eventually, wait_metric
+from tests.integration.whole_system import running
 
 TIMEOUT_S = 1.5
 BUFFER_BYTES = 8192

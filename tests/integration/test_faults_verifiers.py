@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from asking import Ask, assert_same
-from faulty import STEP_DELAY, Rig, body, chat_body
-from processes import Process, at_least, equal_to, wait_metric
-from whole_system import running
 
-from moot.faults import EXIT_STATUS
-from moot.model.tiny import make_tiny_model
+from moot.runtime.faults import EXIT_STATUS
+from moot.testing.tiny_model import make_tiny_model
+from tests.integration.asking import Ask, assert_same
+from tests.integration.faulty import STEP_DELAY, Rig, body, chat_body
+from tests.integration.processes import Process, at_least, equal_to, wait_metric
+from tests.integration.whole_system import running
 
 NUM_VERIFIERS = 3
 HEARTBEAT_S = 0.5

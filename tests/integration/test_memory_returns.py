@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import Ask
-from shared_systems import FIXED
-from whole_system import System, running
 
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
+from tests.integration.asking import Ask
+from tests.integration.shared_systems import FIXED
+from tests.integration.whole_system import System, running
 
 NUM_REQUESTS = 200
 

@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api import CHAT, choice_of
-from shared_systems import FIXED, make_alike
-from whole_system import System, running
 
 from moot.client import Client
 from moot.core.errors import ConfigError
 from moot.core.generation import Generation
-from moot.model.tiny import make_tiny_model
-from moot.proposers.entries import parse_entries
-from moot.replay.evaluate import Policies, Replay
+from moot.drafters.base import parse_entries
+from moot.replay.evaluate import Policies, Replay, outcome_of
 from moot.replay.folder import open_recording
 from moot.replay.making import Machine, TextPlan, make_texts
-from moot.replay.outcome import outcome_of
 from moot.replay.prompts import Prompt
 from moot.replay.recorder import Asking, record_drafter
 from moot.replay.texts import TargetText
+from moot.testing.tiny_model import make_tiny_model
+from tests.integration.api import CHAT, choice_of
+from tests.integration.shared_systems import FIXED, make_alike
+from tests.integration.whole_system import System, running
 
 MAX_TOKENS = 48
 QUESTIONS = ("abcabcabc", "count: 1 2 1 2 1 2", "x = x + 1; x = x + 1;", "la la la", "one two three one two", "????")

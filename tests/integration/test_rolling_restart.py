@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-from asking import Ask, Reply, assert_same, plain
-from cluster import READY, VERIFIER, Cluster, counted, running_cluster, under_load
-from faulty import STEP_DELAY, body
-from processes import Process, at_least, equal_to, eventually, wait_metric
 
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
+from tests.integration.asking import Ask, Reply, assert_same, plain
+from tests.integration.cluster import READY, VERIFIER, Cluster, counted, running_cluster, under_load
+from tests.integration.faulty import STEP_DELAY, body
+from tests.integration.processes import Process, at_least, equal_to, eventually, wait_metric
 
 POOL = "suffix"
 WIDTH = 8

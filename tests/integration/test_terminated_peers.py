@@ -6,12 +6,12 @@ import urllib.error
 from collections.abc import Iterator
 
 import pytest
-from asking import Ask, assert_same
-from faulty import STEP_DELAY, Rig, body
-from processes import Process, equal_to, eventually, wait_metric
-from whole_system import running
 
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
+from tests.integration.asking import Ask, assert_same
+from tests.integration.faulty import STEP_DELAY, Rig, body
+from tests.integration.processes import Process, equal_to, eventually, wait_metric
+from tests.integration.whole_system import running
 
 NUM_STREAMS = 20
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api import CHAT, choice_of
-from shared_systems import FIXED, IN_PROCESS
-from whole_system import System, running
 
-from moot.folders import cache_dir
-from moot.model.prepare import SMOLLM2, prepare
+from moot.model.loading.prepare import SMOLLM2, prepare
+from moot.shipped import cache_dir
+from tests.integration.api import CHAT, choice_of
+from tests.integration.shared_systems import FIXED, IN_PROCESS
+from tests.integration.whole_system import System, running
 
 MAX_TOKENS = 24
 SHARED = (

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import Ask, Reply, assert_same, plain
-from faulty import STEP_DELAY, body, num_proposed
-from processes import START_TIMEOUT_S, Process, at_least, eventually, spawn, wait_metric
-from whole_system import ROUTER_FLAGS, System, running
 
-from moot.model.tiny import make_tiny_model
-from moot.rpc.identity import Identity
+from moot.rpc.tls import Identity
 from moot.testing.certificates import Authority, PodFiles, shown_serial_number
+from moot.testing.tiny_model import make_tiny_model
+from tests.integration.asking import Ask, Reply, assert_same, plain
+from tests.integration.faulty import STEP_DELAY, body, num_proposed
+from tests.integration.processes import START_TIMEOUT_S, Process, at_least, eventually, spawn, wait_metric
+from tests.integration.whole_system import ROUTER_FLAGS, System, running
 
 NUM_STREAMS = 10
 ROUTER = Identity("prod", "demo", "router")

@@ -16,8 +16,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from network import Proxies, Proxy
-from processes import (
+from moot.runtime.supervisor import Supervisor
+from tests.integration.network import Proxies, Proxy
+from tests.integration.processes import (
     LOOPBACK,
     SETTLE_S,
     START_TIMEOUT_S,
@@ -28,9 +29,7 @@ from processes import (
     spawn,
     wait_metric,
 )
-from store_process import Store, spawn_store
-
-from moot.supervisor import Supervisor
+from tests.integration.store_process import Store, spawn_store
 
 _LINK_FLAGS = ("--keepalive-time-ms", "1000", "--keepalive-timeout-ms", "1000")
 
@@ -161,9 +160,9 @@ def running(
 ) -> Iterator[System]:
     """Start it, wait until the router has met everybody, end it on leaving.
 
-    `model`: a folder, for instance of `moot.model.tiny.make_tiny_model`. `drafters`: kinds, or drafter id to kind.
-    `proxied`: names of peers (`verifier-0`, `drafter-suffix`) that the router reaches through a TCP proxy. `faults`:
-    MOOT_FAULTS by name of the process. `..._flags` come last and so win over the short bounds of this module.
+    `model`: a folder, for instance of `moot.testing.tiny_model.make_tiny_model`. `drafters`: kinds, or drafter id to
+    kind. `proxied`: names of peers (`verifier-0`, `drafter-suffix`) that the router reaches through a TCP proxy.
+    `faults`: MOOT_FAULTS by name of the process. `..._flags` come last and so win over the short bounds of this module.
     `folder` gets the logs.
     """
     kinds = dict(drafters) if isinstance(drafters, Mapping) else {kind: kind for kind in drafters}

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moot.model.cache import KvCache
+from moot.model.backend import plain_runner
+from moot.model.cache.base import KvCache
 from moot.model.inputs import SequenceInput
-from moot.model.load import load_model
-from moot.model.placement import DTYPES
+from moot.model.loading.load import DTYPES, load_model
 from moot.model.runner import ModelRunner
 
 
@@ -71,7 +71,7 @@ def plain_and_half(path: Path, token_ids: Sequence[int]) -> tuple[Tensor, float]
 def assert_is_the_plain_pass(path: Path) -> None:
     """In deterministic mode and float64: transformers' own logits, and the same bits whatever the chunks."""
     token_ids = random_ids(90)
-    runner = ModelRunner(load_model(path, dtype="float64"), 1024, True)
+    runner = plain_runner(load_model(path, dtype="float64"), 1024, True)
     logits, _ = run_chunks(runner, token_ids, [50, 3, 1])
     assert distance(logits, plain_logits(plain_model(path, "float64"), token_ids)) < 1e-12
     whole, _ = run_chunks(runner, token_ids, [])

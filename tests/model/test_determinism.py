@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from driving import random_ids, run_chunks
 from torch import Tensor, nn
 
 from moot.core.errors import ConfigError
-from moot.folders import cache_dir
-from moot.model import selfcheck
-from moot.model.determinism import NATURAL, Padding, linear_candidates
+from moot.model.backend import plain_runner
+from moot.model.checks import selfcheck
+from moot.model.decoder.kernels.library import load_kernels
 from moot.model.inputs import SequenceInput
-from moot.model.layers import RowwiseActivation
-from moot.model.load import LoadedModel, load_model
-from moot.model.native.kernels import load_kernels
+from moot.model.loading.load import LoadedModel, load_model
+from moot.model.modules.layers import RowwiseActivation
+from moot.model.rows import NATURAL, Padding, linear_candidates
 from moot.model.runner import ModelRunner
-from moot.model.tiny import FAMILIES, make_tiny_model
+from moot.shipped import cache_dir
+from moot.testing.tiny_model import FAMILIES, make_tiny_model
+from tests.model.driving import random_ids, run_chunks
 
 DTYPES = ("float32", "bfloat16", "float64")
 LENGTH = 526
@@ -56,7 +57,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param in KERNEL_CASES and load_kernels(cache_dir()) is None:
         pytest.skip("no kernels: this CPU has no AVX512-BF16, or there is no compiler")
     assert request.param not in KERNEL_CASES or (loaded.decoder is not None and loaded.decoder.kernels is not None)
-    yield ModelRunner(loaded, 16384, True)
+    yield plain_runner(loaded, 16384, True)
     torch.set_num_threads(threads)
 
 
@@ -100,7 +101,7 @@ def test_warm_and_moved_caches_change_no_bit(runner: ModelRunner, whole: Tensor)
     warm.append_block(donor.read_block(0, 512))
     (logits,) = runner.forward([SequenceInput(warm, token_ids[512:], None, range(LENGTH - 512))])
     assert torch.equal(logits, whole[512:])
-    moved = ModelRunner(runner.loaded, 4096, True)
+    moved = plain_runner(runner.loaded, 4096, True)
     assert moved.numerics_fingerprint == runner.numerics_fingerprint
     logits, _ = run_chunks(moved, token_ids, [515, 1, 1])
     assert torch.equal(logits, whole)
@@ -156,8 +157,8 @@ def test_a_model_that_mixes_rows_is_refused(tmp_path: Path) -> None:
         if isinstance(module, RowwiseActivation):
             module.activation = Sociable()
     with pytest.raises(ConfigError, match="deterministic mode does not hold"):
-        ModelRunner(loaded, 1024, True)
-    assert not ModelRunner(loaded, 1024, False).deterministic
+        plain_runner(loaded, 1024, True)
+    assert not plain_runner(loaded, 1024, False).deterministic
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -190,13 +191,13 @@ def loaded_pair(tmp_path: Path) -> tuple[LoadedModel, LoadedModel]:
 def test_fingerprint_names_what_rounds_otherwise(tmp_path: Path) -> None:
     """Another dtype, mode or number of threads is another fingerprint; the same is the same."""
     single, half = loaded_pair(tmp_path)
-    seen = {ModelRunner(loaded, 512, mode).numerics_fingerprint for loaded in (single, half) for mode in (True, False)}
+    seen = {plain_runner(loaded, 512, mode).numerics_fingerprint for loaded in (single, half) for mode in (True, False)}
     assert len(seen) == 4
-    assert ModelRunner(single, 512, True).numerics_fingerprint in seen
+    assert plain_runner(single, 512, True).numerics_fingerprint in seen
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        assert ModelRunner(single, 512, True).numerics_fingerprint not in seen
+        assert plain_runner(single, 512, True).numerics_fingerprint not in seen
     finally:
         torch.set_num_threads(threads)
 

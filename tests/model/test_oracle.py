@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import (
+
+from moot.model.backend import plain_runner
+from moot.model.inputs import SequenceInput
+from moot.model.loading.load import load_model
+from moot.testing.tiny_model import FAMILIES, make_tiny_model
+from tests.model.driving import (
     assert_is_the_plain_pass,
     distance,
     plain_and_half,
@@ -15,11 +20,6 @@ from driving import (
     random_ids,
     run_chunks,
 )
-
-from moot.model.inputs import SequenceInput
-from moot.model.load import load_model
-from moot.model.runner import ModelRunner
-from moot.model.tiny import FAMILIES, make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,7 +34,7 @@ def test_logits_are_those_of_the_plain_forward(tmp_path: Path, family: str, dtyp
     """Chunks of any size, over a page border, give the plain forward's logits for every family."""
     path = make_tiny_model(tmp_path, family)
     token_ids = random_ids(530)
-    runner = ModelRunner(load_model(path, dtype=dtype), 2048, deterministic)
+    runner = plain_runner(load_model(path, dtype=dtype), 2048, deterministic)
     logits, _ = run_chunks(runner, token_ids, [1, 2, 40, 460, 5, 9])
     # Where scores are capped, the plain forward takes its softmax in float32 in every dtype.
     bound = BOUNDS["float32" if family == "gemma2" else dtype]
@@ -45,7 +45,7 @@ def test_logits_are_those_of_the_plain_forward(tmp_path: Path, family: str, dtyp
 def test_greedy_text_is_that_of_the_plain_forward(tmp_path: Path, family: str) -> None:
     """Token by token from the cache, the text is the one that a pass over everything per token writes."""
     path = make_tiny_model(tmp_path, family, seed=3)
-    runner, plain = ModelRunner(load_model(path, dtype="float64"), 1024, True), plain_model(path, "float64")
+    runner, plain = plain_runner(load_model(path, dtype="float64"), 1024, True), plain_model(path, "float64")
     cache, pending = runner.new_cache(), random_ids(20, seed=5)
     text, ours = list(pending), []
     for _ in range(30):
@@ -80,5 +80,5 @@ def test_half_precision_stays_near(tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path, "llama", layers=4)
     token_ids = random_ids(100)
     truth, theirs = plain_and_half(path, token_ids)
-    logits, _ = run_chunks(ModelRunner(load_model(path, dtype="bfloat16"), 1024, True), token_ids, [7, 1, 50])
+    logits, _ = run_chunks(plain_runner(load_model(path, dtype="bfloat16"), 1024, True), token_ids, [7, 1, 50])
     assert (logits - truth).norm() < 1.5 * theirs

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from driving import distance, plain_logits, plain_model, random_ids, run_chunks
 
 from moot.core.errors import ContextLengthExceeded, NoCapacity
+from moot.model.backend import plain_runner
 from moot.model.inputs import SequenceInput
-from moot.model.load import LoadedModel, load_model
-from moot.model.runner import ModelRunner
-from moot.model.tiny import make_tiny_model
+from moot.model.loading.load import LoadedModel, load_model
+from moot.testing.tiny_model import make_tiny_model
+from tests.model.driving import distance, plain_logits, plain_model, random_ids, run_chunks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +31,7 @@ def loaded(path: Path) -> LoadedModel:
 def test_c05_rejections_leave_no_trace(path: Path, loaded: LoadedModel) -> None:
     """A rejection forced at each position 0..K for a hundred rounds, some rounds failing between forward and commit:
     the logits stay those of a pass without a cache over what was accepted."""
-    runner, plain, draw = ModelRunner(loaded, 2048, True), plain_model(path, "float32"), random.Random(0)
+    runner, plain, draw = plain_runner(loaded, 2048, True), plain_model(path, "float32"), random.Random(0)
     cache, text, num_draft = runner.new_cache(), random_ids(5), 4
     pending = list(text)
     for round_index in range(100):
@@ -56,7 +56,7 @@ def test_c05_rejections_leave_no_trace(path: Path, loaded: LoadedModel) -> None:
 @pytest.mark.parametrize("mode", [True, False])
 def test_c04_batch_of_32_with_different_acceptance(loaded: LoadedModel, mode: bool) -> None:
     """32 requests with K of 0, 3 and 7, chains and trees, accepting different lengths: each is as it is alone."""
-    runner = ModelRunner(loaded, 32 * 512 * 2, mode)
+    runner = plain_runner(loaded, 32 * 512 * 2, mode)
     prompts = [random_ids(3 + 5 * index % 37, seed=index) for index in range(32)]
     together = [run_chunks(runner, prompt, [])[1] for prompt in prompts]
     alone = [run_chunks(runner, prompt, [])[1] for prompt in prompts]
@@ -87,7 +87,7 @@ def test_c04_batch_of_32_with_different_acceptance(loaded: LoadedModel, mode: bo
 
 def test_limits_are_refused_before_anything_changes(loaded: LoadedModel) -> None:
     """The context limit counts positions, so a wide tree may pass where a chain of as many tokens may not."""
-    runner = ModelRunner(loaded, 1024, True)
+    runner = plain_runner(loaded, 1024, True)
     cache = run_chunks(runner, random_ids(638), [])[1]
     runner.forward([SequenceInput(cache, [1, 2, 3, 4], [-1, 0, 0, 0], [3])])
     with pytest.raises(ContextLengthExceeded, match="641 tokens exceed the model's context of 640"):
@@ -100,18 +100,18 @@ def test_limits_are_refused_before_anything_changes(loaded: LoadedModel) -> None
 
 def test_capacity_is_refused_and_the_rest_goes_on(loaded: LoadedModel) -> None:
     """A request that does not fit gets NoCapacity; those that are in go on as if nothing had been asked."""
-    runner = ModelRunner(loaded, 512, True)
+    runner = plain_runner(loaded, 512, True)
     cache = run_chunks(runner, random_ids(10), [])[1]
     with pytest.raises(NoCapacity):
         runner.forward([SequenceInput(cache, [1], None, [0]), SequenceInput(runner.new_cache(), [1], None, [0])])
     (logits,) = runner.forward([SequenceInput(cache, [7], None, [0])])
-    expected, _ = run_chunks(ModelRunner(loaded, 512, True), [*random_ids(10), 7], [])
+    expected, _ = run_chunks(plain_runner(loaded, 512, True), [*random_ids(10), 7], [])
     assert torch.equal(logits[0], expected[-1])
 
 
 def test_malformed_inputs_are_refused(loaded: LoadedModel) -> None:
     """C07 and kin: ids outside the embeddings, parents that come later, rows that do not exist, a cache used twice."""
-    runner = ModelRunner(loaded, 1024, False)
+    runner = plain_runner(loaded, 1024, False)
     cache = runner.new_cache()
     bad = [
         SequenceInput(cache, [300], None, [0]),
@@ -132,7 +132,7 @@ def test_malformed_inputs_are_refused(loaded: LoadedModel) -> None:
 
 def test_nothing_to_do(loaded: LoadedModel) -> None:
     """No input, no tokens and no wanted rows are steps like any other."""
-    runner = ModelRunner(loaded, 1024, True)
+    runner = plain_runner(loaded, 1024, True)
     cache = runner.new_cache()
     assert runner.forward([]) == []
     assert [list(logits.shape) for logits in runner.forward([SequenceInput(cache, [], None, [])])] == [[0, 300]]
@@ -146,7 +146,7 @@ def test_a_poisoned_request_fails_alone(path: Path) -> None:
     loaded = load_model(path, dtype="float32")
     with torch.no_grad():
         loaded.model.get_input_embeddings().weight[7] = float("nan")
-    runner = ModelRunner(loaded, 4096, True)
+    runner = plain_runner(loaded, 4096, True)
     healthy, sick = [1, 2, 3, 4], [5, 7, 6]
     expected, _ = run_chunks(runner, healthy, [])
     for order in (0, 1):
@@ -159,7 +159,7 @@ def test_a_poisoned_request_fails_alone(path: Path) -> None:
 
 def test_progress_counts_every_layer_and_tile(loaded: LoadedModel) -> None:
     """The heartbeat moves with the work: at least once per layer, and more with more tiles."""
-    runner = ModelRunner(loaded, 2048, True)
+    runner = plain_runner(loaded, 2048, True)
     counts = []
     for size in (1, 32, 33, 320):
         count = 0

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from moot.model.backend import plain_runner
 from moot.model.gpu.runner import GpuRunner
 from moot.model.inputs import SequenceInput
-from moot.model.load import LoadedModel, load_model
-from moot.model.runner import ModelRunner
-from moot.model.tiny import make_tiny_model
+from moot.model.loading.load import LoadedModel, load_model
+from moot.testing.tiny_model import make_tiny_model
 
 IDS = [7, 3, 250, 3, 9, 11]
 OTHER = [5, 5, 6]
@@ -25,7 +25,7 @@ def runners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     family, dtype = request.param.split()
     folder = make_tiny_model(tmp_path_factory.mktemp("states"), "llama" if family == "paged" else family)
     loaded = load_model(folder, "cpu", dtype, lean=family != "paged")
-    make = (lambda: GpuRunner(loaded, 2048, False)) if family == "paged" else lambda: ModelRunner(loaded, 2048, True)
+    make = (lambda: GpuRunner(loaded, 2048, False)) if family == "paged" else lambda: plain_runner(loaded, 2048, True)
     return [make(), make()]
 
 
@@ -71,7 +71,7 @@ def output_layer(loaded: LoadedModel, rows: torch.Tensor) -> torch.Tensor:
 
 def test_states_must_be_asked_for_before_the_pass(tmp_path: Path) -> None:
     """A drafter that was wired up wrongly is told so, and never given the states of another pass."""
-    runner = ModelRunner(load_model(make_tiny_model(tmp_path), "cpu", "float32"), 2048, False)
+    runner = plain_runner(load_model(make_tiny_model(tmp_path), "cpu", "float32"), 2048, False)
     cache = runner.new_cache()
     runner.forward([SequenceInput(cache, IDS, None, (0,))])
     with pytest.raises(RuntimeError, match="no hidden states"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
-from needed_tools import module
+from tests.observability.needed_tools import module
 
 messages = module("opentelemetry.proto.collector.trace.v1.trace_service_pb2", "opentelemetry-proto")
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from needed_tools import program
-from processes import LOOPBACK, START_TIMEOUT_S
-from shown_expressions import RULES
 
-from moot.supervisor import Supervisor
+from moot.runtime.supervisor import Supervisor
+from tests.integration.processes import LOOPBACK, START_TIMEOUT_S
+from tests.observability.needed_tools import program
+from tests.observability.shown_expressions import RULES
 
 NAMESPACE = "test"
 _TIMEOUT_S = 20.0

@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 import yaml
-from needed_tools import module, program
-from shown_expressions import DASHBOARDS, RULES, RUNBOOKS, dashboard, filled, of_dashboards, of_rules, rules
 
-from moot.metrics import Metrics
+from moot.runtime.metrics import Metrics
+from tests.observability.needed_tools import module, program
+from tests.observability.shown_expressions import (
+    DASHBOARDS,
+    RULES,
+    RUNBOOKS,
+    dashboard,
+    filled,
+    of_dashboards,
+    of_rules,
+    rules,
+)
 
 promql = module("promql_parser", "promql-parser")
 

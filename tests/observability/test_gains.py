@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moot.core.types import Verification
-from services.router.gains import PlainTimes
+from services.router.generation.counters import PlainTimes
 
 
 def step(requests: int, tokens: int, forward_ms: int, queue_ms: int = 0, prefill: int = 0) -> Verification:

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from api import CHAT, post
-from looping_model import make_looping_model
-from needed_tools import module
-from processes import eventually
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_process import Prometheus
-from shared_systems import DEADLINES
-from shown_expressions import of_dashboards, of_rules
-from whole_system import System, running
+
+from tests.integration.api import CHAT, post
+from tests.integration.looping_model import make_looping_model
+from tests.integration.processes import eventually
+from tests.integration.shared_systems import DEADLINES
+from tests.integration.whole_system import System, running
+from tests.observability.needed_tools import module
+from tests.observability.prometheus_process import Prometheus
+from tests.observability.shown_expressions import of_dashboards, of_rules
 
 promql = module("promql_parser", "promql-parser")
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moot.metric_definitions import SERVICES
-from moot.metrics import Metrics
+from moot.runtime.metrics import SERVICES, Metrics
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from asking import Ask
-from looping_model import make_looping_model
-from needed_tools import module
-from otlp_collector import Collector, Seen
-from processes import eventually
-from whole_system import System, running
 
 from moot.core.errors import ConfigError
-from moot.tracing import checked_traceparent, open_tracing
+from moot.runtime.tracing import checked_traceparent, open_tracing
+from tests.integration.asking import Ask
+from tests.integration.looping_model import make_looping_model
+from tests.integration.processes import eventually
+from tests.integration.whole_system import System, running
+from tests.observability.needed_tools import module
+from tests.observability.otlp_collector import Collector, Seen
 
 module("opentelemetry.sdk.trace", "opentelemetry-sdk")
 module("opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http")
@@ -118,7 +118,7 @@ def test_a_request_that_moves_has_a_session_for_each_verifier(traced: Traced) ->
 def test_without_a_collector_nothing_is_imported_and_nothing_recorded() -> None:
     """Off is the default, and costs nothing."""
     script = (
-        "import sys; from moot.tracing import open_tracing; tracing = open_tracing('router', {});"
+        "import sys; from moot.runtime.tracing import open_tracing; tracing = open_tracing('router', {});"
         "span = tracing.begin('request', request_id='x'); span.note(num=1); span.end('Error'); tracing.close();"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules) or span.traceparent != '')"
     )

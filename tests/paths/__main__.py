@@ -1,4 +1,4 @@
-"""`python tests/paths`: the path-equality suite over any number of cases, or one case again. See path_play.py."""
+"""`python -m tests.paths`: the path-equality suite over any number of cases, or one case again. See path_play.py."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from path_coverage import count, missing, watch
-from path_drawing import CASES_PER_SYSTEM
-from path_peers import House
-from path_play import Played, describe, play_all
+from tests.paths.path_coverage import count, missing, watch
+from tests.paths.path_drawing import CASES_PER_SYSTEM
+from tests.paths.path_peers import House
+from tests.paths.path_play import Played, describe, play_all
 
 EVERY_S = 10.0
 
@@ -53,9 +53,9 @@ async def run(numbers: Sequence[int], is_alone: bool) -> tuple[Counter[str], int
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python tests/paths",
+        prog="python -m tests.paths",
         description="Play drawn cases and compare each with plain decoding.",
-        epilog="example: python tests/paths --cases 10000 --first 20000",
+        epilog="example: python -m tests.paths --cases 10000 --first 20000",
     )
     parser.add_argument("--cases", type=int, default=500, help="how many cases")
     parser.add_argument("--first", type=int, default=0, help="number of the first one")

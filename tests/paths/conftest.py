@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from path_findings import Findings, play_cases
+
+from tests.paths.path_findings import Findings, play_cases
 
 NUM_CASES = 500
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from path_drawing import VOCAB_SIZE, Case
 
 from moot.core.types import FinishReason, TokenLogprobs
-from moot.metrics import Metrics
-from moot.model.tiny import SPECIAL_TOKENS
-from services.router.types import GenerationMetrics, GenerationRequest
+from moot.runtime.metrics import Metrics
+from moot.testing.tiny_model import SPECIAL_TOKENS
+from services.router.generation.types import GenerationMetrics, GenerationRequest
+from tests.paths.path_drawing import VOCAB_SIZE, Case
 
 if TYPE_CHECKING:
-    from path_plain import Plain
-    from path_play import Outcome
+    from tests.paths.path_plain import Plain
+    from tests.paths.path_play import Outcome
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Expected:
 
 
 def expect(request: GenerationRequest, plain: Plain, end_token_ids: frozenset[int]) -> Expected:
-    """By the rules that services/router/text.py states, from the whole output and without its code."""
+    """By the rules that services/router/api/text.py states, from the whole output and without its code."""
     ids, reason = plain.token_ids, plain.finish_reason
     ending = request.params.ending_token_ids(end_token_ids)
     shows_end = request.include_stop_str_in_output

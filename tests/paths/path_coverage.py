@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from path_drawing import ALL_DRAFTERS, HASTY, INSIDE, LOCAL, MODELS, OF_REQUESTS, STAGES, TARGETS
-from path_play import Played
-
-from moot.core.panel import PANELS
-from moot.core.shapes import SHAPES
-from moot.core.speculation import LENGTHS
+from moot.core.speculation.length import LENGTHS
+from moot.core.speculation.panel import PANELS
 from moot.core.types import ROOT, Draft, FinishReason
-from moot.core.voting import POLICIES
-from moot.core.weights import WEIGHTS
+from moot.core.voting.tree import SHAPES
+from moot.core.voting.voting import POLICIES
+from moot.core.voting.weights import WEIGHTS
 from services.verifier.engine import Engine
+from tests.paths.path_drawing import ALL_DRAFTERS, HASTY, INSIDE, LOCAL, MODELS, OF_REQUESTS, STAGES, TARGETS
+from tests.paths.path_play import Played
 
 HONEST = (*LOCAL, *MODELS, *OF_REQUESTS, *INSIDE, "knowing")
 """Drafters of which some proposals must have been right."""

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from moot.core.panel import PANELS
-from moot.core.shapes import SHAPES
-from moot.core.speculation import LENGTHS
-from moot.core.voting import POLICIES
-from moot.core.weights import WEIGHTS
+from moot.core.speculation.length import LENGTHS
+from moot.core.speculation.panel import PANELS
+from moot.core.voting.tree import SHAPES
+from moot.core.voting.voting import POLICIES
+from moot.core.voting.weights import WEIGHTS
 
 CASES_PER_SYSTEM = 10
 END_ID = 258

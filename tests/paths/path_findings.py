@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from path_coverage import count, watch
-from path_peers import House
-from path_play import Played, play_all
+from tests.paths.path_coverage import count, watch
+from tests.paths.path_peers import House
+from tests.paths.path_play import Played, play_all
 
 
 @dataclass

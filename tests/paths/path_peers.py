@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from path_drawing import FIXED_TEXTS, LOCAL, PRINTABLE, STAGES, TARGETS, TargetSpec
-from path_plain import CACHE_TOKENS, PlainTarget
-from path_served import Pod, ProtocolPod, ServedTarget
-from path_wild import Knowing, Known, Wild
 
 from moot.core.types import SamplingParams
-from moot.model.load import LoadedModel, load_model
-from moot.model.recurrent_head import HeadShape, RecurrentHead
-from moot.model.runner import ModelRunner
-from moot.model.tiny import make_tiny_model
-from moot.proposers.datastore import build
-from moot.proposers.ngram_table import NgramTable
+from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
+from moot.drafters.lookup.datastore import build
+from moot.drafters.lookup.ngram import NgramTable
+from moot.model.backend import plain_runner
+from moot.model.loading.load import LoadedModel, load_model
+from moot.testing.tiny_model import make_tiny_model
 from services.drafter.config import DrafterConfig
 from services.drafter.serve import make_proposer
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
+from tests.paths.path_drawing import FIXED_TEXTS, LOCAL, PRINTABLE, STAGES, TARGETS, TargetSpec
+from tests.paths.path_plain import CACHE_TOKENS, PlainTarget
+from tests.paths.path_served import Pod, ProtocolPod, ServedTarget
+from tests.paths.path_wild import Knowing, Known, Wild
 
 ROWS = 300
 """Of the embeddings: more than the tokenizer has ids."""
@@ -72,7 +72,7 @@ class House:
                 max_num_seqs=8,
             )
             # A model of its own: nothing that it computes with is shared with plain decoding.
-            engine = Engine(ModelRunner(load_model(self.model(spec), "cpu", spec.dtype), CACHE_TOKENS, True), config)
+            engine = Engine(plain_runner(load_model(self.model(spec), "cpu", spec.dtype), CACHE_TOKENS, True), config)
             self.change(engine)
             self._served[spec.name] = ServedTarget(engine)
             await self._served[spec.name].start()

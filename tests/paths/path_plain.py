@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from path_drawing import TargetSpec
-
 from moot.core.types import Draft, FinishReason, SamplingParams, TokenLogprobs
-from moot.model.load import LoadedModel
-from moot.model.runner import ModelRunner
+from moot.model.backend import plain_runner
+from moot.model.loading.load import LoadedModel
 from services.verifier.commands import Answer, Failed, Open, Verify
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
+from tests.paths.path_drawing import TargetSpec
 
 CACHE_TOKENS = 64 * 512
 
@@ -37,7 +36,7 @@ class PlainTarget:
 
     def __init__(self, loaded: LoadedModel, spec: TargetSpec) -> None:
         config = VerifierConfig(model=spec.name, max_model_len=spec.max_model_len, prefix_cache_tokens=0)
-        self._engine = Engine(ModelRunner(loaded, CACHE_TOKENS, True), config)
+        self._engine = Engine(plain_runner(loaded, CACHE_TOKENS, True), config)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plain")
 
     def close(self) -> None:

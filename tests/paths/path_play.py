@@ -11,23 +11,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from path_checks import Expected, check_choice, check_counters, expect
-from path_drawing import LOCAL, PODS, Case, System, draw_case
-from path_peers import House
-from path_plain import Plain
-
 from moot.core.types import ModelInfo, TokenLogprobs
-from moot.metrics import Metrics
+from moot.runtime.metrics import Metrics
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
+from services.router.api.requests import ChatBody, parse_chat, parse_completion, plan_requests
+from services.router.api.text import IncrementalText
+from services.router.api.tokenizer import PromptTokenizer
 from services.router.config import RouterConfig
+from services.router.generation.rounds import Rounds, ServedModel
+from services.router.generation.types import GenerationChunk, GenerationRequest
 from services.router.lifecycle import Peers
-from services.router.local_drafters import LocalPool
-from services.router.rounds import Rounds, ServedModel
+from services.router.peers.local_drafters import LocalPool
 from services.router.store import MemoryStore
-from services.router.text import IncrementalText
-from services.router.tokenization import PromptTokenizer
-from services.router.types import GenerationChunk, GenerationRequest
-from services.router.validation import ChatBody, parse_chat, parse_completion, plan_requests
+from tests.paths.path_checks import Expected, check_choice, check_counters, expect
+from tests.paths.path_drawing import LOCAL, PODS, Case, System, draw_case
+from tests.paths.path_peers import House
+from tests.paths.path_plain import Plain
 
 TIMEOUT_S = 60.0
 
@@ -266,8 +265,9 @@ def describe(played: Played) -> str:
     """A case that is wrong, and how to play it again."""
     case = played.case
     lines = [
-        f"case {case.number} of system {case.system.number} is wrong; again: python tests/paths --case {case.number},"
-        f" with its neighbours: python tests/paths --system {case.system.number}",
+        f"case {case.number} of system {case.system.number} is wrong; again:"
+        f" python -m tests.paths --case {case.number},"
+        f" with its neighbours: python -m tests.paths --system {case.system.number}",
         f"  target {case.system.target.name}, electorate {', '.join(case.system.electorate)}",
         f"  settings {case.system.settings}",
         f"  body {case.body}",

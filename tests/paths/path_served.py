@@ -9,16 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 from moot.core.types import ModelInfo
-from moot.metrics import Metrics
-from moot.proposers.base import Proposer
+from moot.drafters.base import Proposer
 from moot.rpc.server import GrpcServer
+from moot.runtime.metrics import Metrics
+from moot.runtime.worker import WorkerThread
 from moot.testing import Manner, ScriptedDrafter, ScriptedText
 from moot.v1 import drafter_service_pb2_grpc, verifier_service_pb2_grpc
-from moot.worker import WorkerThread
 from services.drafter.config import DrafterConfig
 from services.drafter.engine import DrafterEngine
-from services.drafter.servicer import DrafterServicer
-from services.drafter.wire import description_to_pb
+from services.drafter.servicer import DrafterServicer, description_to_pb
 from services.verifier.engine import Engine
 from services.verifier.servicer import VerifierServicer
 

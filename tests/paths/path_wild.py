@@ -6,10 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from path_drawing import VOCAB_SIZE
-
 from moot.core.types import SamplingParams
-from moot.proposers.base import Ask, Chain, Proposer
+from moot.drafters.base import Ask, Chain, Proposer
+from tests.paths.path_drawing import VOCAB_SIZE
 
 Known = dict[int, tuple[int, tuple[int, ...]]]
 """Seed of a choice, which is its own, to the length of its prompt and the output that plain decoding gave it."""

@@ -11,12 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from path_checks import check_choice
-from path_coverage import missing
-from path_drawing import CASES_PER_SYSTEM, TARGETS, draw_case, draw_system
-from path_findings import Findings, play_cases
-from path_peers import House
-from path_play import Played, describe, play_all
 
 from moot.core.acceptance import Walk, walk
 from moot.core.types import ROOT
@@ -24,6 +18,12 @@ from services.verifier.engine import Engine
 from services.verifier.sessions import Session, Work
 from services.verifier.step import StepRunner
 from services.verifier.walks import Walks, row_of_nodes
+from tests.paths.path_checks import check_choice
+from tests.paths.path_coverage import missing
+from tests.paths.path_drawing import CASES_PER_SYSTEM, TARGETS, draw_case, draw_system
+from tests.paths.path_findings import Findings, play_cases
+from tests.paths.path_peers import House
+from tests.paths.path_play import Played, describe, play_all
 
 pytestmark = pytest.mark.timeout(900)  # of cases that are played for many tests at once
 

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from moot.core.types import FinishReason
-from moot.proposers.entries import parse_entries
+from moot.drafters.base import parse_entries
 from moot.replay.folder import Meta, Recording, open_recording, write_meta
 from moot.replay.recorder import Asking, record_drafter
 from moot.replay.texts import TargetText, save_texts

@@ -6,16 +6,15 @@ from array import array
 from pathlib import Path
 
 import pytest
-from recordings import made_up_texts, make_recording
 
-from moot.core.cascade import ALWAYS_ASK
-from moot.proposers.entries import parse_entries
-from moot.replay.evaluate import Policies, Replay
+from moot.core.speculation.panel import ALWAYS_ASK
+from moot.drafters.base import parse_entries
+from moot.replay.evaluate import Outcome, Policies, Replay, outcome_of
 from moot.replay.folder import Recording, drafter_path, open_recording
-from moot.replay.outcome import Outcome, outcome_of
 from moot.replay.proposals import ProposalRecord, save_record
 from moot.replay.rounds import Clock
 from moot.simulation.costs import StepCost
+from tests.replay.recordings import made_up_texts, make_recording
 
 FAST_S, SLOW_S = 1e-5, 0.030
 CLOCK = Clock(step=StepCost.line(0.040, 0.0), overhead_s=0.0)

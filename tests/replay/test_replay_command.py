@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from recordings import made_up_texts, make_recording
 
 from moot.cli import main
-from moot.replay.evaluate import Policies, Replay
-from moot.replay.outcome import by_group, outcome_of
+from moot.replay.evaluate import Policies, Replay, by_group, outcome_of
+from tests.replay.recordings import made_up_texts, make_recording
 
 
 @pytest.fixture(scope="module")

@@ -8,23 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from recordings import quiet
 
 from moot.core.errors import ConfigError
 from moot.core.types import Proposal
-from moot.model.recurrent_head import HeadShape, RecurrentHead
+from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
+from moot.drafters.base import parse_entries
 from moot.model.runner import ModelRunner
-from moot.model.tiny import make_tiny_model
-from moot.proposers.entries import parse_entries
-from moot.replay.evaluate import Policies, Replay
+from moot.replay.evaluate import Policies, Replay, outcome_of
 from moot.replay.folder import open_recording
 from moot.replay.making import Machine, TextPlan, make_texts, target_runner
-from moot.replay.outcome import outcome_of
 from moot.replay.prompts import Prompt
 from moot.replay.recorder import Asking, record_drafter
+from moot.testing.tiny_model import make_tiny_model
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
-from services.verifier.local import LocalSession
+from tests.replay.recordings import quiet
+from tests.services.verifier.local_sessions import LocalSession
 
 PROMPTS = [Prompt(f"{number}7", "qa", text) for number, text in enumerate(("abc", "x = x + 1; " * 30, "??"))]
 QUIET = Machine(device="cpu", num_threads=1, num_rows=2)

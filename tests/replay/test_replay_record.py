@@ -7,18 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recordings import DRAFTERS, VOCAB, made_up_texts, make_recording, quiet
 
 from moot.core.errors import ConfigError
 from moot.core.types import Proposal
-from moot.proposers.base import Ask
-from moot.proposers.entries import parse_entries
-from moot.proposers.registry import create
+from moot.drafters.base import Ask, parse_entries
+from moot.drafters.registry import create
 from moot.replay.folder import drafter_path, open_recording
 from moot.replay.prompts import read_prompts
 from moot.replay.proposals import ProposalRecord, load_record, record_text, save_record, shortened
 from moot.replay.recorder import Asking, record_drafter
 from moot.replay.texts import load_texts, save_texts
+from tests.replay.recordings import DRAFTERS, VOCAB, made_up_texts, make_recording, quiet
 
 
 def test_texts_and_proposals_come_back_from_their_files(tmp_path: Path) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from recordings import made_up_texts, make_recording
 
 from moot.core.errors import ConfigError
-from moot.core.policy import make_policy
-from moot.core.shapes import SHAPES
-from moot.core.speculation import LENGTHS
-from moot.core.voting import POLICIES
-from moot.core.weights import WEIGHTS
-from moot.replay.evaluate import Policies, Replay
-from moot.replay.outcome import by_group, outcome_of
+from moot.core.speculation.length import LENGTHS
+from moot.core.speculation.policy import make_policy
+from moot.core.voting.tree import SHAPES
+from moot.core.voting.voting import POLICIES
+from moot.core.voting.weights import WEIGHTS
+from moot.replay.evaluate import Policies, Replay, by_group, outcome_of
+from tests.replay.recordings import made_up_texts, make_recording
 
 
 @pytest.fixture(scope="module")

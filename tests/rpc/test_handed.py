@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from moot.rpc.handed import Handed
+from moot.rpc.link import Handed
 
 
 def test_told_at_the_first_wait_and_once() -> None:

@@ -23,10 +23,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from moot.config import load_config
 from moot.core.errors import ConfigError
-from moot.metrics import Metrics
-from moot.rpc.identity import Identity, identity_of
 from moot.rpc.link import LinkOptions
-from moot.rpc.tls import PodTls, open_tls
+from moot.rpc.tls import Identity, PodTls, identity_of, open_tls
+from moot.runtime.metrics import Metrics
 from moot.testing.certificates import Authority, Leaf, PodFiles
 
 ROUTER = Identity("prod", "demo", "router")
@@ -138,7 +137,7 @@ def test_an_unreadable_key_is_named() -> None:
     """A Secret mounted for another user. Nothing is unreadable to root, so the reader takes another user's place."""
     script = (
         "import os, sys\nfrom pathlib import Path\n"
-        "from moot.core.errors import ConfigError\nfrom moot.rpc.certificates import read_pems\n"
+        "from moot.core.errors import ConfigError\nfrom moot.rpc.tls import read_pems\n"
         "if os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
         "try: read_pems(*map(Path, sys.argv[1:]))\n"
         "except ConfigError as error: print(error)"
@@ -246,6 +245,8 @@ def test_a_bundle_may_hold_an_authority_that_has_ended(tmp_path: Path) -> None:
 
 def test_processes_without_certificates_load_no_library_for_them() -> None:
     """Plain text costs nothing: neither time nor memory."""
-    script = "import sys, services.router.links, moot.rpc.server, moot.testing; print('cryptography' in sys.modules)"
+    script = (
+        "import sys, services.router.peers.links, moot.rpc.server, moot.testing; print('cryptography' in sys.modules)"
+    )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.strip() == "False"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_text import SETTINGS
 
-from moot.model.load import LoadedModel, load_model
-from moot.model.tiny import make_tiny_model
-from moot.training.store import TextStore
+from moot.model.loading.load import LoadedModel, load_model
+from moot.testing.tiny_model import make_tiny_model
+from moot.training.dataset import TextStore
 from moot.training.text import TextMaker, make_text
+from tests.training.small_text import SETTINGS
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moot.cli import main
-from moot.proposers.datastore import Datastore
-from moot.training.store import TextStore
+from moot.drafters.lookup.datastore import Datastore
+from moot.training.dataset import TextStore
 from moot.training.teacher import product_dtype
 
 

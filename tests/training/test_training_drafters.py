@@ -13,20 +13,16 @@ from torch.nn import functional
 
 from moot.core.errors import ConfigError, ModelRefused
 from moot.core.types import SamplingParams
-from moot.model.recurrent_head import RecurrentHead, embed
-from moot.proposers.base import Ask
-from moot.proposers.registry import create
+from moot.drafters.attached.recurrent_head import RecurrentHead, embed
+from moot.drafters.base import Ask
+from moot.drafters.registry import create
 from moot.training import fit as fitting
-from moot.training.acceptance import Stream, from_single, leading, report
-from moot.training.counts import CountRecipe, CountTrainer
-from moot.training.dataset import Starts, Text
-from moot.training.divergence import divergence
-from moot.training.drafters import make_drafter
+from moot.training.dataset import BEGIN, FORCED, GREEDY, SAMPLED, Starts, Text, TextStore, is_held_out, is_written
+from moot.training.drafters import CountRecipe, CountTrainer, make_drafter
 from moot.training.fit import Plan, fit
 from moot.training.heads import HeadRecipe, HeadTrainer
+from moot.training.measure import Stream, divergence, from_single, leading, report
 from moot.training.neural import NeuralRecipe, NeuralTrainer
-from moot.training.script import BEGIN, FORCED, GREEDY, SAMPLED, is_written
-from moot.training.store import TextStore, is_held_out
 from moot.training.teacher import Teacher, load_teacher
 
 HEADS = HeadRecipe(width=48, vocab=200, depths=2, passes=5.0, batch=64, rate=5e-3)
@@ -260,7 +256,7 @@ def test_text_that_is_too_short_is_named(text: TextStore) -> None:
 
 def test_states_of_another_target_are_refused(text: TextStore, tmp_path: Path) -> None:
     """States that do not give the logits of the model they are said to be of are found out at once."""
-    from moot.model.tiny import make_tiny_model
+    from moot.testing.tiny_model import make_tiny_model
 
     with pytest.raises(ModelRefused, match="output layer"):
         load_teacher(make_tiny_model(tmp_path, hidden=64, sharpness=6.0, seed=9), text)

@@ -9,21 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_text import SETTINGS
 
 from moot.core.errors import ConfigError
+from moot.model.backend import plain_runner
 from moot.model.inputs import SequenceInput
-from moot.model.load import LoadedModel, load_model
-from moot.model.runner import ModelRunner
-from moot.model.tiny import make_tiny_model
+from moot.model.loading.load import LoadedModel, load_model
+from moot.testing.tiny_model import make_tiny_model
 from moot.training.chat import Chat
-from moot.training.prompt_file import read_prompts
-from moot.training.prompts import Turn, built_in, free_running
-from moot.training.sample import draw
-from moot.training.script import BEGIN, FORCED, GREEDY, SAMPLED, USER
-from moot.training.store import Shard, TextStore, bits, is_held_out
-from moot.training.tap import tapped
-from moot.training.text import TextMaker, TextSettings, make_text
+from moot.training.dataset import BEGIN, FORCED, GREEDY, SAMPLED, USER, Shard, TextStore, bits, is_held_out
+from moot.training.prompts import Turn, built_in, free_running, read_prompts
+from moot.training.text import TextMaker, TextSettings, draw, make_text, tapped
+from tests.training.small_text import SETTINGS
 
 
 class Interrupted(Exception):
@@ -94,7 +90,7 @@ def test_a_folder_holds_one_text(target: LoadedModel, text: TextStore) -> None:
 def test_stored_states_are_the_runners(target: LoadedModel, text: TextStore) -> None:
     """The state of a position, times the output layer, gives the runner's logits for the tokens of its context."""
     shard = text.read(0)
-    runner = ModelRunner(target, 4096, False)
+    runner = plain_runner(target, 4096, False)
     head = target.model.get_output_embeddings().weight.detach()
     for row in (0, 5):
         borders = [*np.flatnonzero(shard.roles[row] == BEGIN).tolist(), SETTINGS.row_positions]
@@ -116,7 +112,7 @@ def test_the_tap_of_a_packed_decoder_sees_what_its_head_sees(tmp_path: Path) -> 
     plain = load_model(folder, device="cpu", dtype="bfloat16", lean=False)
     head, states = loaded.decoder.head, []
     for model in (loaded, plain):
-        runner = ModelRunner(model, 512, False)
+        runner = plain_runner(model, 512, False)
         with tapped(model) as tap:
             runner.forward([SequenceInput(runner.new_cache(), range(20), None, range(20))])
             states.append(tap.take().float())

@@ -1,1 +1,1 @@
-"""A lean forward pass for decoders whose layers are known: plain torch calls on weights in a layout of their own."""
+"""The lean pass for decoders whose layers are known, in plain torch or in compiled kernels."""

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moot.model.attention import AttentionArguments
+from moot.model.cache.contiguous import KvShape
 from moot.model.decoder.by_kernels import kernels_suit
 from moot.model.decoder.decoder import Decoder
-from moot.model.decoder.layers import HeadNorm, HeadShape, Layer, Norm, Weights
+from moot.model.decoder.kernels.library import Kernels
+from moot.model.decoder.kernels.products import KernelProduct
+from moot.model.decoder.layers import HeadNorm, HeadShape, Layer, Norm, Rotary, Weights, pairing
 from moot.model.decoder.products import Product, can_pack
-from moot.model.decoder.rotary import Rotary, pairing
-from moot.model.kv import KvShape
-from moot.model.native.kernels import Kernels
-from moot.model.native.products import KernelProduct
+from moot.model.layout import AttentionArguments
 
 KINDS = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Models of these classes have the layers that `Layer` describes. What a config can change is looked at one by one."""

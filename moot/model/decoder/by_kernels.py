@@ -1,19 +1,97 @@
-"""A decoder's layers by compiled kernels, one call for each."""
+"""A decoder's layers by compiled kernels, one call for each.
+
+What the kernels must know of a step: where each row's keys and values lie, and what it attends to.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moot.model.attention import Step
+from moot.core.types import ROOT
+from moot.model.cache.base import depths_of
+from moot.model.decoder.kernels.library import MOST_DIM, CAttention, CLayer, CNorm, CPlan, CRows, CWeight, Kernels
+from moot.model.decoder.kernels.products import KernelProduct
 from moot.model.decoder.layers import HeadShape, Layer, Norm, Weights
 from moot.model.decoder.products import Product
-from moot.model.native.kernels import MOST_DIM, Kernels
-from moot.model.native.plan import StepPlan
-from moot.model.native.products import KernelProduct
-from moot.model.native.structures import CAttention, CLayer, CNorm, CRows, CWeight
+from moot.model.layout import Segment, Step
+
+_BLOCK_QUERIES = 12
+"""Queries, heads counted, that share the packing of their keys."""
+
+_SLOTS = 16
+
+
+class StepPlan:
+    """Of one step, for all its layers.
+
+    step_rows: rows of the step, padding included, whose results are zeros. turns: float32 [step_rows, dim], cosine and
+    sine of each pair in turn.
+    """
+
+    def __init__(self, step: Step, step_rows: int, turns: Tensor, heads: HeadShape) -> None:
+        segments: list[Sequence[int]] = []
+        rows: list[Sequence[int]] = []
+        blocks: list[tuple[int, int, int]] = []
+        paths: list[int] = []
+        per_block = max(1, _BLOCK_QUERIES // heads.group)
+        longest = 0
+        for index, segment in enumerate(step.segments):
+            cache, count = segment.cache, segment.count
+            assert cache.pending is not None
+            segments.append(_segment_fields(segment))
+            parents = cache.pending.parents
+            for node, depth in enumerate(range(count) if segment.is_chain else depths_of(parents)):
+                position = cache.length + depth
+                rows.append((index, position, node, len(paths)))
+                longest = max(longest, position + 1)
+                if not segment.is_chain:
+                    paths += _path(parents, node)
+            blocks += [
+                (index, segment.start + first, min(per_block, count - first)) for first in range(0, count, per_block)
+            ]
+        threads, dtype = torch.get_num_threads(), step.segments[0].cache.data.dtype
+        most_queries = per_block * heads.group
+        # Scores of all queries of a block as float32, then their weights as bfloat16.
+        scratch = -(-3 * most_queries * (longest + 2 * _SLOTS) // 2)
+        shape = (step_rows, heads.query_heads * heads.dim)
+        queries = torch.empty(shape, dtype=dtype)
+        self.mixed = torch.empty(shape, dtype=dtype)
+        self.mixed[len(rows) :] = 0
+        tables = [np.array(table, dtype=np.int64) for table in (segments, rows, blocks, paths or [0])]
+        scratches = torch.empty(threads, scratch)
+        self._kept = (turns, queries, scratches, tables)
+        self.c_plan = CPlan(
+            *(len(rows), len(blocks), threads, heads.query_heads, heads.kv_heads, heads.dim),
+            *(scratch, most_queries),
+            *(table.ctypes.data for table in tables),
+            *(tensor.data_ptr() for tensor in (turns, queries, self.mixed, scratches)),
+        )
+
+
+def _segment_fields(segment: Segment) -> Sequence[int]:
+    cache = segment.cache
+    layer, kv, slot, head, _ = (stride * cache.data.itemsize for stride in cache.data.stride())
+    own = (cache.data.data_ptr(), layer, kv, head, slot, cache.length)
+    if segment.is_chain:
+        return (*own, 0, 0, 0, 0, 0)
+    assert cache.pending is not None
+    assert cache.pending.tree_kv is not None
+    nodes = cache.pending.tree_kv
+    layer, kv, node, head, _ = (stride * nodes.itemsize for stride in nodes.stride())
+    return (*own, nodes.data_ptr(), layer, kv, head, node)
+
+
+def _path(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the root to `node`."""
+    path = []
+    while node != ROOT:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
 
 
 def kernels_suit(heads: HeadShape, width: int, inner: int) -> bool:

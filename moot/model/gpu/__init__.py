@@ -1,1 +1,1 @@
-"""The accelerator's way through a step: paged KV, one upload per step, recorded graphs."""
+"""The accelerator's way through a step: paged KV, one upload a step, recorded graphs."""

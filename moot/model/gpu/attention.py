@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from moot.model.cache.contiguous import PAGE_SLOTS
 from moot.model.gpu.plan import DevicePlan, Wave
-from moot.model.kv import PAGE_SLOTS
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MAX_KERNEL_HEAD_DIM = 256

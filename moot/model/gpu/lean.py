@@ -18,7 +18,7 @@ from torch.nn import functional
 from moot.core.errors import ModelRefused
 from moot.model.gpu.attention import PagedAttention
 from moot.model.gpu.plan import DevicePlan
-from moot.model.load import LoadedModel
+from moot.model.loading.load import LoadedModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moot.model.cache import Pending
+from moot.model.cache.base import Pending, is_chain, paths
+from moot.model.cache.contiguous import PAGE_SLOTS, round_up
 from moot.model.gpu.pool import PagedCache, PagedPool, Scratch
-from moot.model.kv import PAGE_SLOTS, round_up
-from moot.model.trees import is_chain, paths
 
 WAVE_PAGES = 16
 """Pages before its own that a row attends to at once; more are taken in waves of this many."""

@@ -2,30 +2,86 @@
 
 Runs on a CPU, too, with plain operations and no graphs: that is how it is tested. It has never been run on a GPU by
 this project; bench/gpu_check.py is the command to do so.
+
+Recorded CUDA graphs, one per set of sizes: a step of many small kernels then costs one launch.
+
+Recording has never been run on a GPU by this project (see bench/gpu_check.py); without a GPU nothing here is called.
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moot.core.errors import ConfigError, ModelRefused
 from moot.core.types import ModelInfo
-from moot.model.determinism import NATURAL, Padding, RowRules
-from moot.model.drivable import distance, most_distance
 from moot.model.gpu.attention import kernel_supports
-from moot.model.gpu.graphs import Graphs
 from moot.model.gpu.lean import LeanModel, tiled_linear
 from moot.model.gpu.plan import Planner, Sizes, unpack
 from moot.model.gpu.pool import PagedCache, PagedPool, upload
 from moot.model.inputs import SequenceInput, check_inputs
-from moot.model.load import LoadedModel
-from moot.model.runner import ModelRunner, no_progress
-from moot.model.states import States
+from moot.model.loading.drivable import distance, most_distance
+from moot.model.loading.load import LoadedModel
+from moot.model.rows import NATURAL, Padding, RowRules
+from moot.model.runner import ModelRunner, States, no_progress
+
+MOST_GRAPHS = 96
+"""Sizes met later than this many others are computed without a graph."""
+
+WARM_UP_PASSES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    argument: Tensor
+    results: tuple[Tensor, ...]
+
+
+class Graphs:
+    """All graphs share one memory pool: a result must be copied before another graph runs, which `run` does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def has_room_for(self, key: Hashable) -> bool:
+        return key in self._recorded or len(self._recorded) < MOST_GRAPHS
+
+    def run(self, key: Hashable, compute: Callable[[Tensor], tuple[Tensor, ...]], host: Tensor) -> tuple[Tensor, ...]:
+        """compute(host's values, on the device); `host` is pinned. Records `compute` where `key` is new: it must do the
+        same to its argument each time, and may be run several times over."""
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            recorded = self._recorded[key] = self._record(compute, host)
+        else:
+            recorded.argument.copy_(host, non_blocking=True)
+        recorded.graph.replay()
+        return tuple(result.clone() for result in recorded.results)
+
+    def _record(self, compute: Callable[[Tensor], tuple[Tensor, ...]], host: Tensor) -> _Recorded:
+        argument = host.to(self._device)
+        aside, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP_PASSES):
+                compute(argument)
+        current.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process may use the device meanwhile: only this one's calls are held to the rules.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = compute(argument)
+        return _Recorded(graph, argument, results)
+
 
 TILE_ROWS = 64
 """Rows of each product in deterministic mode. Weights are streamed once for all of them: fewer cost the same."""
@@ -81,7 +137,7 @@ class GpuRunner(ModelRunner):
         self.numerics_fingerprint = self._fingerprint()
 
     def _fingerprint(self) -> str:
-        """sha256 over what decides how numbers round here, as of `moot.model.determinism.numerics_fingerprint`."""
+        """sha256 over what decides how numbers round here, as of `moot.model.rows.numerics_fingerprint`."""
         is_gpu = self.device.type == "cuda"
         facts = (
             "paged",
@@ -186,7 +242,7 @@ def _prove_equal(runner: GpuRunner) -> None:
     limit = min(_PROOF_TOKENS, runner.info.context_limit)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(runner.info.vocab_size, (limit,), generator=generator).tolist()
-    plain = ModelRunner(runner.loaded, limit, False)
+    plain = ModelRunner(runner.loaded, limit)
     (expected,) = plain.forward([SequenceInput(plain.new_cache(), token_ids, None, range(limit))])
     cache, found, first = runner.new_cache(), [], max(1, limit - 5)
     for chunk in (token_ids[:first], token_ids[first:]):

@@ -1,4 +1,7 @@
-"""The record of every request: `await open_store(...)` gives a RequestStore; its user closes it."""
+"""The record of every request, in Redis or in memory.
+
+`await open_store(...)` gives a RequestStore; its user closes it.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moot.core.errors import ConfigError
-from services.router.store.sentinels import parse_address
+
+Address = tuple[str, int]
+
+
+def parse_address(text: str) -> Address:
+    """`host:port`, IPv6 in brackets. Raises ConfigError naming the bad one."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--redis-sentinels: {text!r} is not host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
 
 MODES = ("degrade", "required")
 

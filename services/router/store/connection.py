@@ -1,25 +1,89 @@
-"""One connection to the server of records: commands in pipelines, and a deadline for each pipeline."""
+"""One connection to the server of records: commands in pipelines, and a deadline for each pipeline.
+
+Which server holds the records now: what its sentinels say, asked all at once whenever a connection is to be made.
+
+The library's own client asks them one after the other: a sentinel that is gone without a word would use up the time
+that a commit may take, each time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection, Connection
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from moot.core.errors import ConfigError
-from services.router.store.config import StoreConfig
-from services.router.store.sentinels import Sentinels, parse_address
+from services.router.store.config import Address, StoreConfig, parse_address
 
 _log = logging.getLogger(__name__)
+
+
+class Sentinels:
+    """`connect(host, port)` makes a connection to a sentinel that is not connected yet."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        master: str,
+        connect: Callable[[str, int], AbstractConnection],
+        timeout_s: float,
+    ) -> None:
+        self._addresses = tuple(addresses)
+        self._master = master
+        self._connect = connect
+        self._timeout_s = timeout_s
+
+    async def master(self) -> Address:
+        """The address that most of them name: at once where that is more than half of all, else of those that have
+        answered in time. One that was cut off from the others and still names the old master is outvoted.
+
+        Raises MasterNotFoundError where none of them names any.
+        """
+        tasks = [asyncio.create_task(self._ask(*address)) for address in self._addresses]
+        votes: Counter[Address] = Counter()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for answer in asyncio.as_completed(tasks):
+                    if (named := await answer) is None:
+                        continue
+                    votes[named] += 1
+                    if 2 * votes[named] > len(tasks):
+                        return named
+        except TimeoutError:
+            _log.debug("some sentinels did not answer in time")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if not votes:
+            _log.warning("no sentinel names a master", extra={"asked": len(tasks), "master": self._master})
+            raise MasterNotFoundError("no sentinel names a master")
+        return votes.most_common(1)[0][0]
+
+    async def _ask(self, host: str, port: int) -> Address | None:
+        connection = self._connect(host, port)
+        try:
+            await connection.connect()
+            await connection.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._master, check_health=False)
+            reply: Any = await connection.read_response()
+            return (reply[0].decode(), int(reply[1])) if reply else None
+        except (RedisError, OSError, TimeoutError) as error:
+            _log.debug("sentinel not asked", extra={"address": f"{host}:{port}", "cause": type(error).__name__})
+            return None
+        finally:
+            await connection.disconnect(nowait=True)
+
 
 Argument = str | int | bytes
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from moot.core.errors import CommitConflict, CommitTerminal, LeaseHeld, NoCapacity, RecordNotFound
 from moot.core.types import FinishReason
-from services.router.store.mirror import Mirror
-from services.router.types import RequestRecord
+from services.router.generation.types import RequestRecord
+from services.router.store.records import Mirror
 
 
 class MemoryStore:

@@ -11,18 +11,17 @@ from typing import Any
 import grpc.aio
 
 from moot.core.types import SamplingParams
-from moot.metrics import Metrics
-from moot.proposers.base import Proposer
+from moot.drafters.base import Proposer
 from moot.rpc import convert
 from moot.rpc.link import open_channel
 from moot.rpc.server import GrpcServer
+from moot.runtime.metrics import Metrics
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc as pb_grpc
 from services.drafter.config import DrafterConfig
 from services.drafter.engine import DrafterEngine
 from services.drafter.serve import SERVICE, make_proposer
-from services.drafter.servicer import DrafterServicer
-from services.drafter.wire import description_to_pb
+from services.drafter.servicer import DrafterServicer, description_to_pb
 
 TIMEOUT_S = 20.0
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from drafter_driver import TIMEOUT_S, RunningDrafter, open_command, propose_command, running
 
 from moot.core.types import SamplingParams
-from moot.proposers.base import Ask, Chain, Proposer
+from moot.drafters.base import Ask, Chain, Proposer
 from moot.testing.proposer import ScriptedProposer
 from services.drafter.config import DrafterConfig
 from services.drafter.drafting import is_ahead_on
-from services.drafter.path import Path, Settled
+from services.drafter.sessions import Path, Settled
+from tests.services.drafter.drafter_driver import TIMEOUT_S, RunningDrafter, open_command, propose_command, running
 
 VOCAB = ("vocab_size=257",)
 

@@ -11,9 +11,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from drafter_driver import TIMEOUT_S, Peer, open_command, propose_command
-
 from moot.rpc.link import LinkConfig, open_channel
+from tests.services.drafter.drafter_driver import TIMEOUT_S, Peer, open_command, propose_command
 
 COMMAND = [sys.executable, "-m", "services.drafter"]
 

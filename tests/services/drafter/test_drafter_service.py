@@ -12,7 +12,20 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from drafter_driver import (
+
+import moot.runtime.faults
+from moot.core.errors import ConfigError
+from moot.core.types import SamplingParams
+from moot.drafters.base import Ask, Chain, Proposer
+from moot.drafters.registry import create
+from moot.rpc.link import LinkConfig, open_channel
+from moot.testing.tiny_model import make_tiny_model
+from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
+from moot.v1 import drafter_service_pb2 as pb
+from moot.v1 import token_pb2
+from services.drafter.config import DrafterConfig
+from services.drafter.serve import make_proposer
+from tests.services.drafter.drafter_driver import (
     GREEDY,
     TIMEOUT_S,
     Peer,
@@ -22,19 +35,6 @@ from drafter_driver import (
     propose_command,
     running,
 )
-
-import moot.faults
-from moot.core.errors import ConfigError
-from moot.core.types import SamplingParams
-from moot.model.tiny import make_tiny_model
-from moot.proposers.base import Ask, Chain, Proposer
-from moot.proposers.registry import create
-from moot.rpc.link import LinkConfig, open_channel
-from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
-from moot.v1 import drafter_service_pb2 as pb
-from moot.v1 import token_pb2
-from services.drafter.config import DrafterConfig
-from services.drafter.serve import make_proposer
 
 LOOP = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 VOCAB = ("vocab_size=50",)
@@ -470,7 +470,7 @@ def test_without_draft_ahead_an_idle_drafter_drafts_nothing(folder: Path) -> Non
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def switch(text: str) -> None:
-        monkeypatch.setattr(moot.faults, "_active", moot.faults.parse_faults(text))
+        monkeypatch.setattr(moot.runtime.faults, "_active", moot.runtime.faults.parse_faults(text))
 
     return switch
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafter_driver import GREEDY, RunningDrafter, open_command, propose_command, running
 
 from moot.core.errors import ConfigError
-from moot.model.tiny import make_tiny_model
-from moot.proposers.base import Ask
-from moot.proposers.registry import REQUEST_KINDS, create
+from moot.drafters.base import Ask
+from moot.drafters.registry import REQUEST_KINDS, create
+from moot.testing.tiny_model import make_tiny_model
 from services.drafter.config import DrafterConfig
 from services.drafter.serve import make_proposer
+from tests.services.drafter.drafter_driver import GREEDY, RunningDrafter, open_command, propose_command, running
 
 FIXED = ("dtype=float64", "device=cpu", "deterministic=true")
 

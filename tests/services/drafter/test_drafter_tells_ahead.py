@@ -6,11 +6,10 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
-from drafter_driver import GREEDY, RunningDrafter, open_command, propose_command, running
-
-from moot.proposers.base import Ask
+from moot.drafters.base import Ask
 from moot.testing.proposer import ScriptedProposer
 from services.drafter.config import DrafterConfig
+from tests.services.drafter.drafter_driver import GREEDY, RunningDrafter, open_command, propose_command, running
 
 PREFIX = [3, 1, 4]
 K = 3

@@ -19,7 +19,6 @@ from typing import Any
 import grpc.aio
 import httpx
 import pytest
-from rounds_rig import eventually
 
 from moot.config import load_config
 from moot.core.errors import ConfigError
@@ -31,15 +30,16 @@ from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
 from services.drafter.config import DrafterConfig
+from services.router.api.settings import HttpSettings
 from services.router.config import RouterConfig
+from services.router.generation.ballots import BallotPolicy
 from services.router.lifecycle import serve
-from services.router.links import LinkPolicy
-from services.router.settings import HttpSettings
+from services.router.peers.links import LinkPolicy
+from services.router.peers.strikes import StrikePolicy
+from services.router.peers.verifiers import TargetPolicy
 from services.router.store import StoreConfig
-from services.router.strikes import StrikePolicy
-from services.router.target_policy import TargetPolicy
-from services.router.voters import BallotPolicy
 from services.verifier.config import VerifierConfig
+from tests.services.router.generation.rounds_rig import eventually
 
 TEXT = ScriptedText()
 

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import httpx
-from rounds_rig import eventually
-from test_router_process import TEXT, Process, router
 
 from moot.core.noise import choice_seed
 from moot.core.types import SamplingParams
-from services.router.worker_metrics import merged
+from services.router.workers import merged
+from tests.services.router.generation.rounds_rig import eventually
+from tests.services.router.test_router_process import TEXT, Process, router
 
 
 async def _text(client: httpx.AsyncClient, running: Process) -> list[int]:

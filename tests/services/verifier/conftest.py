@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from verifier_driver import MakeEngine
 
-from moot.model.load import LoadedModel, load_model
-from moot.model.runner import ModelRunner
-from moot.model.tiny import make_tiny_model
+from moot.model.backend import plain_runner
+from moot.model.loading.load import LoadedModel, load_model
+from moot.testing.tiny_model import make_tiny_model
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
+from tests.services.verifier.verifier_driver import MakeEngine
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ def make_engine(loaded_model: Callable[..., LoadedModel]) -> Iterator[MakeEngine
         model: dict[str, Any] | None = None,
         **options: Any,
     ) -> Engine:
-        runner = ModelRunner(loaded_model(family, dtype, **(model or {})), pages * 512, deterministic)
+        runner = plain_runner(loaded_model(family, dtype, **(model or {})), pages * 512, deterministic)
         engine = Engine(runner, VerifierConfig(model="tiny", **options))
         engines.append(engine)
         if start:

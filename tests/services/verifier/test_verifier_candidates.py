@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moot.model.candidates import likeliest
-from moot.model.logits import joined
+from moot.model.sampling.logits import joined
+from moot.model.sampling.sampler import likeliest
 
 
 @pytest.mark.parametrize(("size", "width"), [(1, 1), (7, 8), (64, 1), (259, 2), (640, 8), (49_152, 8), (50_257, 20)])

@@ -11,15 +11,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from verifier_driver import MakeEngine, Result, Script, play, run
 
-from moot import faults
 from moot.core.types import ROOT, Draft, FinishReason, SamplingParams
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
+from moot.runtime import faults
 from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finish, Open, Opened, Verified, Verify
 from services.verifier.engine import Engine
 from services.verifier.sessions import Work
+from tests.services.verifier.verifier_driver import MakeEngine, Result, Script, play, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 END = 258

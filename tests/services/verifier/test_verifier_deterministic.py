@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from verifier_driver import MakeEngine, Result, Script, make_suite, play, run
 
 from moot.core.types import SamplingParams
+from tests.services.verifier.verifier_driver import MakeEngine, Result, Script, make_suite, play, run
 
 DTYPES = ["bfloat16", "float32"]
 

@@ -8,12 +8,12 @@ import time
 
 from hypothesis import given
 from hypothesis import strategies as st
-from verifier_driver import MakeEngine
 
 from moot.core.gathering import Gathering
 from moot.core.types import SamplingParams
-from services.verifier.local import LocalSession
 from services.verifier.step import StepRunner
+from tests.services.verifier.local_sessions import LocalSession
+from tests.services.verifier.verifier_driver import MakeEngine
 
 STEP = 100
 STEP_S = 0.05

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from test_verifier_service import Client, Served, opening, verifying, with_server
-from verifier_driver import Case, MakeEngine, Play, Result, draw_case, play, run, session_ids
 
 from moot.core.types import ROOT, Draft, Proposal, SamplingParams
+from moot.drafters.attached.base import NO_GUESSES, Guesses, InsideAsk, InsideDrafter
+from moot.drafters.attached.lookahead import LookaheadDrafter
+from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
+from moot.drafters.base import Chain
+from moot.model.cache.base import depths_of
 from moot.model.inputs import SequenceInput
-from moot.model.recurrent_head import HeadShape, RecurrentHead
-from moot.model.trees import depths_of
-from moot.proposers.base import Chain
-from moot.proposers.inside import NO_GUESSES, Guesses, InsideAsk, InsideDrafter
-from moot.proposers.lookahead import LookaheadDrafter
 from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc as pb_grpc
 from services.verifier.commands import Failed, Open, Verify
 from services.verifier.engine import Engine
-from services.verifier.local import LocalSession
+from tests.services.verifier.local_sessions import LocalSession
+from tests.services.verifier.test_verifier_service import Client, Served, opening, verifying, with_server
+from tests.services.verifier.verifier_driver import Case, MakeEngine, Play, Result, draw_case, play, run, session_ids
 
 IDS = (60, 61, 62, 63, 64)
 NUM_TOKENS = 4
@@ -303,7 +303,7 @@ def test_a_drafter_that_fails_ends_and_no_session_does(make_engine: MakeEngine) 
 
 def test_a_fault_point_reaches_it(make_engine: MakeEngine, head_flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the fault tests of whole systems use: the drafter fails, the request goes on."""
-    from moot import faults
+    from moot.runtime import faults
 
     engine = make_engine(drafters=(head_flag,), start=True)
     wish: dict[str, Any] = {"inside_drafter_ids": ("heads",), "num_inside_tokens": 2}

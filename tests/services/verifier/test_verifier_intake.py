@@ -6,8 +6,8 @@ import pytest
 
 from moot.core.errors import NoCapacity
 from moot.core.types import SamplingParams
+from services.verifier.admission import Intake
 from services.verifier.commands import Abort, Open
-from services.verifier.intake import Intake
 from services.verifier.sessions import Stream
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from verifier_driver import MakeEngine
-
 from moot.core.types import ROOT, Draft, SamplingParams
 from services.verifier.commands import Answer, Finish, Open, Opened, Verified, Verify
+from tests.services.verifier.verifier_driver import MakeEngine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from verifier_driver import MakeEngine, Result, Script, play, run
 
-from moot import faults
 from moot.core.errors import NoCapacity, is_out_of_memory
 from moot.core.types import SamplingParams
-from moot.model.kv import PAGE_SLOTS
+from moot.model.cache.contiguous import PAGE_SLOTS
+from moot.runtime import faults
 from services.verifier.commands import FailureCode
 from services.verifier.engine import Engine
-from services.verifier.local import LocalSession
+from tests.services.verifier.local_sessions import LocalSession
+from tests.services.verifier.verifier_driver import MakeEngine, Result, Script, play, run
 
 PARAMS = [
     SamplingParams(temperature=0.9 * (number % 2), seed=number, max_tokens=24, ignore_eos=True) for number in range(8)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from verifier_driver import MakeEngine, play, run
 
 from moot.core.sampling import sample_token, token_logprobs
 from moot.core.types import Draft, FinishReason, SamplingParams, TokenLogprobs
-from moot.model.tiny import FAMILIES
+from moot.testing.tiny_model import FAMILIES
+from tests.services.verifier.verifier_driver import MakeEngine, play, run
 
 VOCAB_SIZE = 259
 END_TOKEN_ID = 258

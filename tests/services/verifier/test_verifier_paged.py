@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from verifier_driver import Suite, coverage, make_suite, play, run
 
-from moot import faults
 from moot.core.types import Draft, SamplingParams
+from moot.model.backend import plain_runner
 from moot.model.gpu.runner import GpuRunner
-from moot.model.load import LoadedModel
-from moot.model.runner import ModelRunner
+from moot.model.loading.load import LoadedModel
+from moot.runtime import faults
 from services.verifier.commands import FailureCode
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
+from tests.services.verifier.verifier_driver import Suite, coverage, make_suite, play, run
 
 MAX_K = 8
 NUM_CASES = 400
@@ -46,7 +46,7 @@ def make_paged(loaded_model: Callable[..., LoadedModel]) -> Iterator[Callable[..
 @pytest.fixture(scope="module")
 def suite(loaded_model: Callable[..., LoadedModel]) -> Suite:
     """Plain decoding by the CPU's runner and its sampler, row by row."""
-    engine = Engine(ModelRunner(loaded_model(), 64 * 512, False), VerifierConfig(model="tiny"))
+    engine = Engine(plain_runner(loaded_model(), 64 * 512, False), VerifierConfig(model="tiny"))
     return make_suite(engine, range(NUM_CASES))
 
 
@@ -73,7 +73,7 @@ def test_logprobs_are_those_of_the_other_way(
 ) -> None:
     """Log-probabilities drawn with all rows at once equal those computed along the walk."""
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12, logprobs=3)
-    plain = Engine(ModelRunner(loaded_model(), 8 * 512, False), VerifierConfig(model="tiny"))
+    plain = Engine(plain_runner(loaded_model(), 8 * 512, False), VerifierConfig(model="tiny"))
     (expected,) = run(plain, [play([1, 2, 3], params)])
     text = expected.output_token_ids
 

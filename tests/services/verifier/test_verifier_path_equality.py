@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from verifier_driver import MakeEngine, Suite, coverage, make_suite
 
 from moot.core.acceptance import Walk, walk
 from moot.core.types import ROOT, Draft, SamplingParams
-from moot.model.load import LoadedModel
-from moot.model.runner import ModelRunner
+from moot.model.backend import plain_runner
+from moot.model.loading.load import LoadedModel
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
 from services.verifier.sessions import Session, Work
 from services.verifier.step import StepRunner
 from services.verifier.walks import Walks, row_of_nodes
+from tests.services.verifier.verifier_driver import MakeEngine, Suite, coverage, make_suite
 
 NUM_CASES = int(os.environ.get("MOOT_CASES", "10000"))
 MAX_K = 8
@@ -124,7 +124,7 @@ WRONG_RULES = {
 @pytest.fixture(scope="module")
 def suite(loaded_model: Callable[..., LoadedModel]) -> Suite:
     """Plain decoding of the cases that the wrong rules are tried on."""
-    engine = Engine(ModelRunner(loaded_model(), 64 * 512, False), VerifierConfig(model="tiny"))
+    engine = Engine(plain_runner(loaded_model(), 64 * 512, False), VerifierConfig(model="tiny"))
     return make_suite(engine, range(20_000, 20_080))
 
 

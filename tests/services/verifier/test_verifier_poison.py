@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from verifier_driver import MakeEngine, play, run
 
 from moot.core.types import ROOT, Draft, SamplingParams
 from services.verifier.commands import FailureCode
+from tests.services.verifier.verifier_driver import MakeEngine, play, run
 
 POISON = 7
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logit_bias={POISON: -100.0})

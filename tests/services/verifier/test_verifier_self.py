@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from test_verifier_inside import cases, play_inside
 from transformers import AutoModelForCausalLM
-from verifier_driver import Case, MakeEngine, play, run
 
 from moot.core.errors import ConfigError
 from moot.core.types import SamplingParams
+from moot.model.backend import plain_runner
 from moot.model.decoder.products import can_pack
 from moot.model.gpu.runner import GpuRunner
-from moot.model.load import load_model
+from moot.model.loading.load import load_model
 from moot.model.runner import ModelRunner
-from moot.model.tiny import make_tiny_model
+from moot.testing.tiny_model import make_tiny_model
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
+from tests.services.verifier.test_verifier_inside import cases, play_inside
+from tests.services.verifier.verifier_driver import Case, MakeEngine, play, run
 
 packs = can_pack(torch.bfloat16, torch.device("cpu"))
 
@@ -41,7 +42,7 @@ def engine_of(folder: Path, kind: str, drafters: tuple[str, ...]) -> Engine:
     if kind == "paged":
         runner: ModelRunner = GpuRunner(load_model(folder, "cpu", "float32", lean=False), 16 * 512, False)
     else:
-        runner = ModelRunner(load_model(folder, "cpu", "bfloat16"), 16 * 512, True)
+        runner = plain_runner(load_model(folder, "cpu", "bfloat16"), 16 * 512, True)
     return Engine(runner, VerifierConfig(model="tiny", drafters=drafters))
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from verifier_driver import MakeEngine, play, run
 
 from moot.core.types import Draft, FinishReason, SamplingParams
 from moot.rpc import convert
@@ -26,9 +25,10 @@ from moot.rpc.server import GrpcServer
 from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc as pb_grpc
 from services.verifier.engine import Engine
-from services.verifier.local import LocalSession, generate, plain_generate
 from services.verifier.service import SERVICE
 from services.verifier.servicer import VerifierServicer
+from tests.services.verifier.local_sessions import LocalSession, generate, plain_generate
+from tests.services.verifier.verifier_driver import MakeEngine, play, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 WAIT_S = 30.0

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from verifier_driver import Case, MakeEngine, coverage, draw_case, make_suite
 
+from moot.model.cache.contiguous import PAGE_SLOTS
 from moot.model.decoder import products, tiles
-from moot.model.kv import PAGE_SLOTS
 from services.verifier.engine import Engine
+from tests.services.verifier.verifier_driver import Case, MakeEngine, coverage, draw_case, make_suite
 
 pytestmark = pytest.mark.skipif(
     not products.can_pack(torch.bfloat16, torch.device("cpu")), reason="this CPU has no bfloat16 products of oneDNN"

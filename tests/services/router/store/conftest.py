@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_server import Server
+
+from tests.services.router.store.store_server import Server
 
 
 @pytest.fixture

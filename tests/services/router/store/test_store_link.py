@@ -7,11 +7,10 @@ import random
 import time
 
 import pytest
-from store_server import Server, config, record, run
 
 from moot.core.errors import CommitConflict, StoreUnavailable
-from services.router.store.link import RedisLink
-from services.router.store.redis_store import RedisStore
+from services.router.store.server import RedisLink, RedisStore
+from tests.services.router.store.store_server import Server, config, record, run
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_server import Server, config, record, run
 
 from moot.core.errors import NoCapacity, StoreError
 from moot.core.types import FinishReason
 from services.router.store import DurableStore, MemoryStore, open_store
+from tests.services.router.store.store_server import Server, config, record, run
 
 STOP = FinishReason.STOP
 _numbers = itertools.count()

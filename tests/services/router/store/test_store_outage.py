@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_server import Server, config, record, run
 
 from moot.core.errors import CommitConflict, CommitFenced, CommitTerminal, LeaseHeld, NoCapacity, StoreUnavailable
 from moot.core.types import FinishReason
+from services.router.generation.types import RequestRecord
 from services.router.store import DurableStore, open_store
-from services.router.types import RequestRecord
+from tests.services.router.store.store_server import Server, config, record, run
 
 STOP = FinishReason.STOP
 QUICK = {"timeout_s": 0.1, "connect_timeout_s": 0.1}

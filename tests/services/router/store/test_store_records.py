@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from store_server import record
 
 from moot.core.errors import InvalidRequest, StoreError
 from moot.core.types import FinishReason, SamplingParams
@@ -18,6 +17,7 @@ from services.router.store.records import (
     pack_ids,
     unpack_ids,
 )
+from tests.services.router.store.store_server import record
 
 _ids = st.integers(0, 2**32 - 1)
 _numbers = st.floats(allow_nan=False, allow_infinity=False)

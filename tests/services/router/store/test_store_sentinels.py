@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from redis.asyncio.connection import Connection
 from redis.asyncio.sentinel import MasterNotFoundError
-from sentinel_group import MASTER, Group
-from store_certificates import make_certificates
-from store_server import PATIENT_S, Server, config, record, run
 
 from moot.core.errors import ConfigError, StoreUnavailable
 from services.router.config import RouterConfig
 from services.router.store import DurableStore, StoreConfig, open_store
-from services.router.store.connection import RedisConnection
-from services.router.store.sentinels import Sentinels
+from services.router.store.connection import RedisConnection, Sentinels
+from tests.integration.sentinel_group import MASTER, Group
+from tests.integration.store_certificates import make_certificates
+from tests.services.router.store.store_server import PATIENT_S, Server, config, record, run
 
 
 async def until(true: Any) -> None:

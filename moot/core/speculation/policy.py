@@ -1,0 +1,424 @@
+"""What decides about speculation, bundled for all requests of a router: vote, shape, weights, tables, length.
+
+`make_policy` makes the bundle of a router, with the tables that serve all its requests; `PoolPolicy.open` makes the
+part that belongs to one request. A round reads: plan, (ask the drafters), vote, (verify, advance), learn. Nothing here
+can change a text, only its speed.
+
+What a committed round says about its proposals (which tokens were right, and how far each drafter was) goes to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from moot.core.errors import ConfigError, named
+from moot.core.generation import Advance, Generation, num_leading
+from moot.core.speculation.costs import DraftCost, RoundTimes, VerifyCost
+from moot.core.speculation.length import (
+    LENGTHS,
+    Fixed,
+    Goodput,
+    LengthPolicy,
+    Load,
+    Minions,
+    PositionAcceptance,
+    Probes,
+    RoundSample,
+    bound_length,
+)
+from moot.core.speculation.panel import (
+    ALL,
+    ALWAYS_ASK,
+    PANELS,
+    PAYING,
+    Answer,
+    Panel,
+    PanelRound,
+    expected_share,
+    is_dear,
+)
+from moot.core.types import Proposal, Verification
+from moot.core.voting.calibration import Calibration, OwnAcceptance, ShareAcceptance
+from moot.core.voting.tree import PREFIX, SHAPES, Budget
+from moot.core.voting.voting import POLICIES, VoteResult, vote
+from moot.core.voting.weights import WEIGHTS, Contest, PoolWeights, Weights
+
+
+def learn_ballot(
+    result: VoteResult,
+    token_ids: Sequence[int],
+    calibration: Calibration,
+    acceptance: ShareAcceptance,
+    own: OwnAcceptance | None = None,
+) -> None:
+    """Score every proposed token whose predecessors were all right against the committed `token_ids`, verified or not.
+    `own`: what is learned of this request alone.
+
+    What comes after a wrong token, or after the end of the committed text, says nothing.
+    """
+    ballot, shares = result.ballot, result.shares.known()
+    tables = [calibration.of(drafter_id) for drafter_id in ballot.drafter_ids]
+    node = PREFIX
+    for depth, token in enumerate(token_ids):
+        children = ballot.children[node]
+        right = children.get(token)
+        for child in children.values():
+            for drafter, confidence in ballot.voters[child]:
+                tables[drafter].record(confidence, depth, child == right)
+        offered = shares.get(node, ())
+        if own is not None and offered:
+            # Before the pool has learned the answer.
+            own.record([share for _, share in offered], depth, right is not None)
+        for child, share in offered:
+            acceptance.record(share, depth, child == right)
+        if right is None:
+            return
+        node = right
+
+
+def heard(answers: Mapping[str, float | None], proposals: Sequence[Proposal], advance: Advance) -> dict[str, Answer]:
+    """Per drafter that was asked, how far one of its proposals was right in a committed round, and when it was there.
+
+    `answers`: seconds until each answer, None where it missed the vote.
+    """
+    accepted = advance.token_ids[: advance.num_accepted]
+    right = dict.fromkeys(answers, 0)
+    for proposal in proposals:
+        if proposal.drafter_id in right:
+            right[proposal.drafter_id] = max(right[proposal.drafter_id], num_leading(proposal.token_ids, accepted))
+    return {drafter_id: Answer(right[drafter_id], seconds) for drafter_id, seconds in answers.items()}
+
+
+_FOLLOWING = 0.2
+"""How fast what is known of the load follows the rounds: batches differ in size from step to step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one round may spend. `num_speculative_tokens` is what every drafter is asked for; 0: draft nothing.
+
+    `value`: seconds that one accepted token saves this request: a node is verified while that pays for the slower step;
+    None: every node up to `max_draft_tokens` is.
+    """
+
+    num_speculative_tokens: int
+    max_draft_tokens: int
+    value: float | None = None
+
+
+class RequestPolicy:
+    """The policy of one request. `close` when it ends: its weights flow back into the pool's."""
+
+    def __init__(
+        self,
+        pool: PoolPolicy,
+        weights: Weights,
+        length: LengthPolicy,
+        most: int,
+        is_adaptive: bool,
+        panel: Panel | None = None,
+    ) -> None:
+        """`most`: the greatest K that `length` comes to. `panel`: None where all are asked."""
+        self.most = most
+        self._pool = pool
+        self._weights = weights
+        self._length = length
+        self._spends_by_cost = is_adaptive and isinstance(length, Goodput)
+        # A request finds the verifier as those before it left it.
+        self._load = pool.load
+        self._usual = pool.usual
+        self._seconds = 0.0
+        self._tokens = 0.0
+        self._next_base: int | None = None
+        self._panel = panel
+        self._acceptance = OwnAcceptance(pool.acceptance)
+        self._budget: Budget | None = None
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Per drafter, summing to 1."""
+        return self._weights.numbers
+
+    def plan(self, generation: Generation, context_limit: int, load: Load | None = None, *, at_least: int = 0) -> Plan:
+        """What the next round may spend. `context_limit`: of the target, prompt plus output tokens. `load`: what shares
+        the verify step; None: what shared it in the last round. `at_least`: K of an earlier plan that was put off."""
+        if load is not None:
+            self._load = load
+        self._load = replace(self._load, num_own=max(min(self._pool.num_open, self._load.num_requests), 1.0))
+        wanted = max(self._length.next_length(self._load), at_least)
+        length = bound_length(wanted, generation.base_length, context_limit, generation.num_remaining)
+        budget = self._pool.max_draft_tokens if length else 0
+        if not self._spends_by_cost:
+            return Plan(length, budget)
+        # Each request's time is worth the same: a token saves more of it where tokens are rare.
+        before = round(self._load.num_other_tokens) + 1
+        value = self._seconds / self._tokens if self._tokens else self._pool.verify_cost.seconds(before)
+        return Plan(length, budget, value)
+
+    def choose(self, drafter_ids: Sequence[str]) -> Sequence[str]:
+        """Whom of the request's drafters a round that drafts asks. Called once for each."""
+        return drafter_ids if self._panel is None else self._panel.choose(drafter_ids)
+
+    @property
+    def has_cascade(self) -> bool:
+        return self._pool.cascade < ALWAYS_ASK
+
+    def is_dear(self, answer_seconds: float | None) -> bool:
+        """Of a drafter whose answers usually take so long: whether it is asked only where cheaper ones are not sure."""
+        return self.has_cascade and is_dear(answer_seconds, self._usual.total if self._usual else None)
+
+    def is_sure(self, plan: Plan, proposals: Sequence[Proposal]) -> bool:
+        """Whether these proposals make it needless to ask further drafters."""
+        pool, length = self._pool, plan.num_speculative_tokens
+        return self.has_cascade and expected_share(proposals, pool.calibration, length) >= pool.cascade
+
+    def vote(self, plan: Plan, proposals: Sequence[Proposal], verifier_id: str = "") -> VoteResult:
+        """One draft out of valid proposals (see voting.validate_proposal), for the next step of this verifier."""
+        pool = self._pool
+        budget = self._join(verifier_id)
+
+        def spend(probabilities: Sequence[float]) -> int:
+            value = plan.value
+            values = [inf if value is None else value * probability for probability in probabilities]
+            return budget.spend(self, values, max(self._load.num_requests, 1.0))
+
+        return vote(
+            proposals,
+            self._weights.numbers,
+            policy=pool.vote,
+            shape=pool.shape,
+            num_speculative_tokens=plan.num_speculative_tokens,
+            max_draft_tokens=plan.max_draft_tokens,
+            calibration=pool.calibration,
+            families=pool.families,
+            acceptance=self._acceptance,
+            spend=spend,
+        )
+
+    def _join(self, verifier_id: str) -> Budget:
+        """The budget of the verifier that the request is at now."""
+        budget = self._pool.budget(verifier_id)
+        if self._budget is not budget:
+            if self._budget is not None:
+                self._budget.leave(self)
+            self._budget = budget
+        return budget
+
+    def learn(
+        self,
+        plan: Plan,
+        result: VoteResult,
+        advance: Advance,
+        verification: Verification,
+        draft_seconds: float,
+        round_seconds: float | None = None,
+        answers: Mapping[str, float | None] | None = None,
+        own_seconds: float | None = None,
+    ) -> None:
+        """Learn from a committed round. `draft_seconds`: from asking the drafters to the vote; `round_seconds`: from
+        asking to this moment, None where it is not known. `answers`: per drafter that was asked the seconds until its
+        answer, None where it missed the vote; no mapping: not known. `own_seconds`: that the router itself was busy
+        with plan, questions, vote and lessons of a round; None: not known."""
+        pool = self._pool
+        if self._next_base is not None and self._next_base != advance.base_length:
+            # A session opened again has committed a token that no round has shown to the weights.
+            self._weights.finish()
+        self._next_base = advance.base_length + len(advance.token_ids)
+        learn_ballot(result, advance.token_ids, pool.calibration, pool.acceptance, self._acceptance)
+        self._weights.observe(
+            Contest(
+                plan.num_speculative_tokens,
+                result.ballot.proposals,
+                advance.token_ids,
+                result.winner_ids,
+                len(result.path),
+                advance.num_accepted,
+            )
+        )
+        forward_seconds = verification.forward_us * 1e-6
+        num_drafted = len(result.draft)
+        sample = RoundSample(
+            plan.num_speculative_tokens,
+            num_drafted,
+            advance.num_accepted,
+            forward_seconds,
+            is_cut=advance.finish_reason is not None,
+            num_offered=result.num_offered,
+        )
+        self._length.observe(sample)
+        num_requests = max(verification.batch_requests, 1)
+        if verification.batch_prefill_tokens == 0:
+            # Prefill is cheaper by the token: its steps would make large drafts look cheap.
+            pool.verify_cost.observe(verification.batch_tokens, forward_seconds, 1 / num_requests)
+        # What a trial waited for is no usual wait.
+        if not pool.panel.is_trial(answers or ()):
+            pool.draft_cost.observe(plan.num_speculative_tokens, draft_seconds, 1 / num_requests)
+        if own_seconds is not None:
+            self._note_own(plan.num_speculative_tokens, own_seconds, 1 / num_requests)
+        drafting = draft_seconds if plan.num_speculative_tokens else 0.0
+        waiting = verification.queue_us * 1e-6
+        # A round that nobody timed took what its parts took.
+        total = drafting + waiting + forward_seconds if round_seconds is None else round_seconds
+        times = RoundTimes(total, drafting, waiting, forward_seconds)
+        if self._panel is not None and answers and plan.num_speculative_tokens:
+            answered = heard(answers, result.ballot.proposals, advance)
+            done = PanelRound(answered, advance.num_accepted, len(advance.token_ids), draft_seconds, total)
+            if self._panel.learn(done, num_requests):
+                # Others are waited for from now on.
+                pool.draft_cost.forget()
+        pool.usual = times if pool.usual is None else pool.usual.moved(times, _FOLLOWING / num_requests)
+        usual = self._usual = pool.usual if self._usual is None else self._usual.moved(times, _FOLLOWING)
+        self._load = self._load.moved(verification, num_drafted, usual, _FOLLOWING)
+        pool.load = self._load
+        self._seconds = 0.9 * self._seconds + draft_seconds + forward_seconds
+        self._tokens = 0.9 * self._tokens + len(advance.token_ids)
+
+    def _note_own(self, length: int, seconds: float, weight: float) -> None:
+        pool = self._pool
+        if length == 0:
+            pool.plain_seconds += (_FOLLOWING * weight if pool.plain_seconds else 1.0) * (seconds - pool.plain_seconds)
+        pool.router_cost.observe(length, max(seconds - pool.plain_seconds, 0.0), weight)
+
+    def close(self) -> None:
+        """The request has ended, for whatever reason."""
+        self._pool.num_open -= 1
+        if self._budget is not None:
+            self._budget.leave(self)
+        self._weights.finish()
+        self._pool.pool_weights.flow_back(self._weights.numbers)
+
+
+_UNCALIBRATED_SCALE = 0.6
+"""First guess of the acceptance of a token that all drafters agree on, where shares only count heads."""
+
+
+@dataclass(slots=True)
+class PoolPolicy:
+    """The tables of one router. `vote`, `shape`, `weights`, `length` are names; see make_policy for the rest."""
+
+    vote: str
+    shape: str
+    weights: str
+    length: str
+    num_speculative_tokens: int
+    max_draft_tokens: int
+    families: dict[str, str]
+    calibration: Calibration
+    acceptance: ShareAcceptance
+    positions: PositionAcceptance
+    probes: Probes = field(default_factory=Probes)
+    pool_weights: PoolWeights = field(default_factory=PoolWeights)
+    verify_cost: VerifyCost = field(default_factory=VerifyCost)
+    draft_cost: DraftCost = field(default_factory=DraftCost)
+    router_cost: DraftCost = field(default_factory=DraftCost)
+    """What a round that drafts takes of the router's own time more than one that does not."""
+    plain_seconds: float = 0.0
+    """Of that time, what a round takes that does not; a running mean."""
+    num_open: int = 0
+    """Requests."""
+    budgets: dict[str, Budget] = field(default_factory=dict)
+    """Per verifier."""
+    load: Load = field(default_factory=Load)
+    """What the latest round has seen."""
+    usual: RoundTimes | None = None
+    cascade: float = ALWAYS_ASK
+    """Part of K that the best proposal of cheap drafters must be expected to bring for dear ones not to be asked."""
+    panel: Panel = field(default_factory=Panel)
+    asks: str = PAYING
+    """`paying`: as the panel says; `all`: every drafter in every round."""
+
+    def open(
+        self, drafter_ids: Sequence[str], num_speculative_tokens: int | None = None, *, is_chosen: bool = False
+    ) -> RequestPolicy:
+        """The policy of one request with this electorate.
+
+        `num_speculative_tokens`: 0 for no drafting, n for always n (not above the pool's), None for the length policy.
+        `is_chosen`: the request has named its drafters; then all of them are asked.
+        """
+        weights = WEIGHTS[self.weights](self.pool_weights.start(drafter_ids))
+        length, most = self._length(num_speculative_tokens), self.num_speculative_tokens
+        if num_speculative_tokens is not None:
+            most = min(max(num_speculative_tokens, 0), most)
+        panel = None if is_chosen or self.asks == ALL else self.panel
+        self.num_open += 1
+        return RequestPolicy(self, weights, length, most, num_speculative_tokens is None, panel)
+
+    def _length(self, asked: int | None) -> LengthPolicy:
+        most = self.num_speculative_tokens
+        if asked is not None:
+            return Fixed(min(max(asked, 0), most))
+        if self.length == "goodput" and most > 0:
+            costs = (self.verify_cost, self.draft_cost)
+            return Goodput(most, *costs, self.positions, self.probes, router_cost=self.router_cost)
+        if self.length == "minions" and most > 0:
+            return Minions(min(4, most), most)
+        return Fixed(most)
+
+    def budget(self, verifier_id: str) -> Budget:
+        """Of this verifier; those that no request shares are dropped."""
+        found = self.budgets.get(verifier_id)
+        if found is None:
+            self.budgets = {one: budget for one, budget in self.budgets.items() if len(budget)}
+            found = self.budgets[verifier_id] = Budget(self._step_seconds)
+        return found
+
+    def _step_seconds(self, num_tokens: int) -> float:
+        return self.verify_cost.seconds(num_tokens)
+
+    def admit(self, drafter_id: str, family: str = "") -> None:
+        """A drafter has been found. Drafters of one `family` are alike; none: it is a family of its own."""
+        if family:
+            self.families[drafter_id] = family
+
+    def forget(self, drafter_id: str) -> None:
+        """A drafter is gone for good, or another model stands behind its name now: drop what was learned of it."""
+        self.families.pop(drafter_id, None)
+        self.calibration.forget(drafter_id)
+        self.pool_weights.forget(drafter_id)
+        self.panel.forget(drafter_id)
+
+
+def make_policy(
+    *,
+    vote: str = "calibrated",
+    shape: str = "tree",
+    weights: str = "hedge",
+    length: str = "goodput",
+    num_speculative_tokens: int = 8,
+    max_draft_tokens: int = 16,
+    families: Mapping[str, str] | None = None,
+    cascade: float = ALWAYS_ASK,
+    asks: str = PAYING,
+    priors: Mapping[str, float] | None = None,
+) -> PoolPolicy:
+    """A bundle from names. Raises ConfigError for an unknown name, with the known ones, and for limits out of range.
+
+    `num_speculative_tokens`: the greatest K; `max_draft_tokens`: nodes in one draft; `families`: drafter id to family;
+    `cascade`, `asks`: see PoolPolicy; `priors`: drafter id to the weight it starts with, 1 for all others.
+    """
+    named("vote", vote, POLICIES)
+    named("shape", shape, SHAPES)
+    named("weights", weights, WEIGHTS)
+    named("length", length, dict.fromkeys(LENGTHS))
+    named("asks", asks, dict.fromkeys(PANELS))
+    if num_speculative_tokens < 0 or max_draft_tokens < 0:
+        raise ConfigError("num_speculative_tokens and max_draft_tokens must not be negative")
+    if not 0.0 <= cascade <= ALWAYS_ASK:
+        raise ConfigError("cascade must be 0 to 1")
+    return PoolPolicy(
+        vote=vote,
+        shape=shape,
+        weights=weights,
+        length=length,
+        num_speculative_tokens=num_speculative_tokens,
+        max_draft_tokens=max_draft_tokens,
+        families=dict(families or {}),
+        calibration=Calibration(),
+        acceptance=ShareAcceptance(1.0 if vote == "calibrated" else _UNCALIBRATED_SCALE),
+        positions=PositionAcceptance(num_speculative_tokens, decay=0.995),
+        cascade=cascade,
+        asks=asks,
+        pool_weights=PoolWeights(priors=priors),
+    )

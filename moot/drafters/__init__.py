@@ -1,0 +1,1 @@
+"""The drafter kinds behind one interface; kinds without a model import no torch."""

@@ -1,0 +1,336 @@
+"""A trained recurrent head on the target's last hidden state, attached to the verifier.
+
+The state behind the last committed token and that token go in, and each step says one more. All sessions of a verify
+step, and all branches of each, take these steps together, so that one step of the head streams its weights once. At
+temperature > 0 tokens are drawn with the target's noise of their position.
+
+Confidence byte: round(255 * p), p the probability of the token in the head's own softmax, at temperature > 0 in that of
+the scores that it was drawn by, noise included.
+
+How a recurrent head chooses tokens: rows over a part of the vocabulary, drawn by the target's rule and noise.
+
+Greedy rows take the highest logit. Sampled rows take the highest of logit / T + G, with the target's own noise G of
+the position, in single precision: enough to choose mostly what the target chooses, which is all that a draft is for.
+Requests with rules of their own (logit_bias, allowed ids, penalties, min_tokens) are drawn by the sampler itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moot.config import option
+from moot.core.errors import ConfigError, RequestPoisoned
+from moot.core.history import History
+from moot.core.noise import position_key
+from moot.core.sampling import MASKED
+from moot.core.types import SamplingParams
+from moot.drafters.attached.base import InsideAsk, InsideDrafter
+from moot.drafters.attached.head_steps import head_steps
+from moot.drafters.attached.recurrent_head import RecurrentHead
+from moot.drafters.base import Chain, ProposerOptions, require
+from moot.drafters.neural.draft_model import COUPLED, DRAWS, drafting_params
+from moot.model.loading.load import LoadedModel
+from moot.model.runner import ModelRunner
+from moot.model.sampling.logits import gumbel_rows, one_minus_uniform
+from moot.model.sampling.sampler import Sampler
+from moot.shipped import locate
+
+_MOST_OF_NUCLEUS = 128
+"""A nucleus of more tokens than this is taken to be the whole vocabulary."""
+
+Drawn = tuple[int, float]
+"""A token id and its probability in the head's own softmax; where it was drawn with noise, in that of logit / T + G, so
+that of several tokens the one that was drawn first has the highest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a token is to be drawn: after `length` committed ids, with `history`, and the guessed `path`."""
+
+    params: SamplingParams
+    history: History
+    length: int
+    path: tuple[int, ...]
+
+    @property
+    def position(self) -> int:
+        return self.length + len(self.path)
+
+    @property
+    def num_output(self) -> int:
+        return self.history.num_output + len(self.path)
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether more than temperature and filters decides."""
+        params = self.params
+        return (
+            bool(params.logit_bias)
+            or params.allowed_token_ids is not None
+            or params.has_penalties
+            or self.num_output < params.min_tokens
+        )
+
+
+class HeadDraws:
+    """`token_ids` int64 [vocab]: what the columns of the logits stand for; one more column stands for all others."""
+
+    def __init__(self, token_ids: Tensor, vocab_size: int, end_token_ids: frozenset[int], sharpen: float) -> None:
+        self._token_ids = token_ids
+        self._ids: list[int] = token_ids.tolist()
+        self._column_of = {token_id: column for column, token_id in enumerate(self._ids)}
+        self._vocab_size = vocab_size
+        self._sharpen = sharpen
+        self._sampler = Sampler(vocab_size, end_token_ids)
+
+    def draw(self, logits: Tensor, places: Sequence[Place], widths: Sequence[int]) -> list[list[Drawn]]:
+        """Per row of `logits`, float32 [n, vocab + 1], the `width` best ids, best first; none of a row that is not
+        finite, or where no id is allowed."""
+        known = logits[:, :-1]
+        count = min(max(widths), known.shape[1])
+        shares = logits.softmax(1)
+        is_hot = any(not place.params.is_greedy for place in places)
+        # Greedy rows are ordered by logit as they are by probability.
+        scores = self._scores(known, places) if is_hot else shares[:, :-1]
+        best, columns = scores.max(1, keepdim=True) if count == 1 else scores.topk(count, 1)
+        shares = shares.gather(1, columns) if is_hot else best
+        if hot := [row for row, place in enumerate(places) if not place.params.is_greedy and not place.has_rules]:
+            # The noise is known: who is far ahead with it is right more often than who was likely without it.
+            drawn = torch.tensor(hot, device=shares.device)
+            given_noise = (best[drawn] - scores[drawn].logsumexp(1, keepdim=True)).exp()
+            shares = shares.index_copy(0, drawn, given_noise)
+        # One transfer of what may lie on a device; columns are below 2^24, and so exact.
+        numbers = torch.cat((columns.float(), shares, best), 1).tolist()
+        found: list[list[Drawn]] = []
+        for index, (row, place, width) in enumerate(zip(numbers, places, widths, strict=True)):
+            if place.has_rules:
+                found.append(self._by_sampler(known[index], float(logits[index].logsumexp(0)), place, width))
+                continue
+            picks = zip(row[:count], row[count : 2 * count], row[2 * count :], strict=True)
+            able = [(self._ids[int(column)], share) for column, share, score in picks if math.isfinite(score)]
+            found.append([one for one in able if math.isfinite(one[1])][:width])
+        return found
+
+    def _scores(self, known: Tensor, places: Sequence[Place]) -> Tensor:
+        """What is highest is chosen, [n, vocab]."""
+        hot = [row for row, place in enumerate(places) if not place.params.is_greedy and not place.has_rules]
+        if not hot:
+            return known
+        whole = len(hot) == len(places)
+        index = torch.tensor(hot, device=known.device)
+        rows = known if whole else known[index]
+        params = [places[row].params for row in hot]
+        factors = torch.tensor([self._sharpen / one.temperature for one in params], device=known.device)
+        scaled = (rows - rows.amax(1, keepdim=True)) * factors[:, None]
+        drawn = self._filtered(scaled, params) + self._noise([places[row] for row in hot])
+        return drawn if whole else known.index_copy(0, index, drawn)
+
+    def _noise(self, places: Sequence[Place]) -> Tensor:
+        """G of every id at each place, float32 [n, vocab]."""
+        if self._token_ids.device.type == "cpu":
+            # -log u from 1 - u, which is exact where it decides: near 0.
+            rows = [one_minus_uniform(one.params.seed, one.position, self._token_ids) for one in places]
+            return torch.log1p(torch.stack(rows).neg_()).neg_().log_().neg_()
+        keys = torch.tensor([position_key(one.params.seed, one.position) for one in places])
+        keys = keys.to(self._token_ids.device)
+        return gumbel_rows(keys[:, :1], keys[:, 1:], self._token_ids[None]).float()
+
+    def _filtered(self, scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+        """-inf where top_k, top_p or min_p leaves an id out; `scaled` [n, vocab], the highest of each row 0."""
+        floors = [math.log(one.min_p) if one.min_p > 0 else MASKED for one in params]
+        floor = torch.tensor(floors, device=scaled.device)[:, None]
+        most = max((min(one.top_k, scaled.shape[1]) for one in params), default=0)
+        if any(one.top_p < 1 for one in params):
+            most = max(most, min(_MOST_OF_NUCLEUS, scaled.shape[1]))
+        if most:
+            values = scaled.topk(most, 1).values
+            floor = floor.maximum(_lowest_of_top(values, scaled, params))
+        return scaled.masked_fill(scaled < floor, MASKED)
+
+    def _by_sampler(self, known: Tensor, total: float, place: Place, width: int) -> list[Drawn]:
+        row = known.new_full((self._vocab_size,), MASKED)
+        row[self._token_ids] = known
+        history = place.history.with_path(place.path)
+        found: list[Drawn] = []
+        while len(found) < min(width, len(self._ids)):
+            try:
+                token_id = self._sampler.draft_token(row, place.params, place.position, history, self._sharpen)
+            except RequestPoisoned:
+                break
+            logit = float(known[self._column_of[token_id]]) if token_id in self._column_of else MASKED
+            if not math.isfinite(logit):
+                # Nothing that the head knows is allowed.
+                break
+            found.append((token_id, math.exp(logit - total)))
+            row[token_id] = MASKED
+        return found
+
+
+def _lowest_of_top(values: Tensor, scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The lowest value that top_k and top_p keep, [n, 1], from the highest `values` [n, most] of `scaled`, ordered."""
+    weights = values.exp()
+    totals = scaled.exp().sum(1, keepdim=True)
+    # Of an id: what the ids before it hold together.
+    before = weights.cumsum(1) - weights
+    tops = torch.tensor([one.top_p for one in params], device=scaled.device)[:, None]
+    kept = (before < tops * totals).sum(1, keepdim=True)
+    # A nucleus that goes on past `values` leaves nothing out here.
+    is_open = (tops >= 1) | (before[:, -1:] + weights[:, -1:] < tops * totals)
+    lowest = values.gather(1, kept.clamp(1, values.shape[1]) - 1)
+    by_mass = torch.where(is_open, torch.full_like(lowest, MASKED), lowest)
+    counts = [one.top_k if 0 < one.top_k <= values.shape[1] else 0 for one in params]
+    ranks = torch.tensor(counts, device=scaled.device)[:, None]
+    by_count = values.gather(1, (ranks - 1).clamp_min(0))
+    return torch.where(ranks > 0, by_mass.maximum(by_count), by_mass)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsOptions(ProposerOptions):
+    path: str = option(help="folder of a head, as `moot train --kind heads` writes it")
+    max_tokens: int = option(4, help="tokens of a chain at most")
+    rows: int = option(4096, help="most frequent ids that are guessed at all; 0: as many as the head knows")
+    min_confidence: float = option(0.0, help="a chain ends before a token less probable than this, all before it too")
+    sharpen: float = option(1.0, help="multiplies the logits at temperature > 0; above 1 helps weak heads")
+    draws: str = option(COUPLED, help="at temperature > 0: the target's noise, other noise, or none", choices=DRAWS)
+
+    def __post_init__(self) -> None:
+        require(self.max_tokens > 0, "max_tokens", "must be positive")
+        require(self.rows >= 0, "rows", "must not be negative")
+        require(0.0 <= self.min_confidence <= 1.0, "min_confidence", "must be in 0..1")
+        require(self.sharpen > 0.0, "sharpen", "must be positive")
+
+
+@dataclass(slots=True)
+class _Row:
+    """One chain in the making."""
+
+    ask: InsideAsk
+    goal: int
+    path: list[int]
+    confidences: list[int]
+    reach: float
+    """Probability of the whole path, by the head."""
+
+    def last_ids(self, count: int) -> list[int]:
+        """The latest first; before the begin of the text its first id again, as in training."""
+        ids, length = self.ask.token_ids, len(self.ask.token_ids)
+        latest = self.path[: -count - 1 : -1]
+        return latest + [ids[max(0, length - 1 - back)] for back in range(count - len(latest))]
+
+
+class HeadsDrafter(InsideDrafter):
+    kind = "heads"
+
+    def __init__(self, drafter_id: str, options: HeadsOptions, runner: ModelRunner) -> None:
+        """Raises ConfigError for a folder without a head, or with one of another target."""
+        self.drafter_id = drafter_id
+        self.family = options.family or self.kind
+        self._options = options
+        loaded = runner.loaded
+        head, config = RecurrentHead.load(locate(options.path))
+        if 0 < options.rows < head.shape.vocab:
+            head = head.chosen(torch.arange(options.rows))
+        token_ids = head.get_buffer("token_ids")
+        embedding, rows = target_rows(loaded, token_ids)
+        problem = _problem_of(head, config, loaded, embedding.shape[1])
+        if problem:
+            raise ConfigError(f"recurrent head {options.path} does not fit the target: {problem}")
+        with torch.inference_mode():
+            self._steps = head_steps(head, rows, embedding)
+        self._draws = HeadDraws(
+            token_ids.to(rows.device), loaded.info.vocab_size, loaded.info.end_token_ids, options.sharpen
+        )
+        self._ends = loaded.info.end_token_ids
+        self._device = rows.device
+        self._tokens = head.shape.tokens
+
+    @torch.inference_mode()
+    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Chain]]:
+        if self._options.draws != COUPLED:
+            asks = [replace(ask, params=drafting_params(ask.params, self._options.draws)) for ask in asks]
+        rows = [_Row(ask, self._goal(ask), [], [], 1.0) for ask in asks]
+        chains: dict[int, list[_Row]] = {id(row.ask): [] for row in rows}
+        live = [row for row in rows if row.goal]
+        if not live:
+            return [[] for _ in asks]
+        states = torch.stack([row.ask.state for row in live]).to(self._device).float()
+        while live:
+            states = self._steps.advance(states, [row.last_ids(self._tokens) for row in live])
+            live, kept = self._lengthen(live, states, chains)
+            if live and kept != list(range(len(states))):
+                states = states[torch.tensor(kept, device=self._device)]
+        return [[_chain(row) for row in chains[id(ask)] if row.path] for ask in asks]
+
+    def _goal(self, ask: InsideAsk) -> int:
+        room = self._options.context_limit - len(ask.token_ids)
+        return max(0, min(ask.num_tokens, self._options.max_tokens, room)) if ask.width > 0 else 0
+
+    def _lengthen(
+        self, rows: Sequence[_Row], states: Tensor, chains: dict[int, list[_Row]]
+    ) -> tuple[list[_Row], list[int]]:
+        """Every row by one token, a first row by as many rows as its ask has chains. Returns the rows that go on, and
+        for each the index of its state."""
+        logits = self._steps.logits(states)
+        places = [Place(row.ask.params, row.ask.history, len(row.ask.token_ids), tuple(row.path)) for row in rows]
+        widths = [1 if row.path else row.ask.width for row in rows]
+        found = self._draws.draw(logits, places, widths)
+        live: list[_Row] = []
+        kept: list[int] = []
+        for index, (row, drawn) in enumerate(zip(rows, found, strict=True)):
+            begins = not row.path
+            for token_id, share in drawn:
+                reach = row.reach * share
+                if not reach >= self._options.min_confidence:
+                    # Those after it are less likely, but drawn with noise they need not be: each is looked at.
+                    continue
+                grown = _Row(row.ask, row.goal, [], [], 1.0) if begins else row
+                grown.path.append(token_id)
+                grown.confidences.append(round(255 * share))
+                grown.reach = reach
+                if begins:
+                    chains[id(row.ask)].append(grown)
+                if len(grown.path) < grown.goal and token_id not in row.ask.params.ending_token_ids(self._ends):
+                    live.append(grown)
+                    kept.append(index)
+        return live, kept
+
+
+def target_rows(loaded: LoadedModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's embedding [ids, state], and its output layer's rows of `token_ids` [n, state].
+
+    Raises ConfigError where the output layer has no such rows.
+    """
+    model: Any = loaded.model
+    embedding = model.get_input_embeddings().weight.detach()
+    if int(token_ids.max()) >= min(loaded.num_logits, loaded.info.vocab_size):
+        raise ConfigError("the head guesses ids that the target does not have")
+    token_ids = token_ids.to(embedding.device)
+    weight = model.get_output_embeddings().weight
+    if weight.device.type != "meta":
+        return embedding, weight.detach()[token_ids]
+    if loaded.decoder is None or loaded.decoder.head.has_bias:
+        raise ConfigError("the target's output layer is more than a product")
+    if model.config.get_text_config(decoder=True).tie_word_embeddings:
+        return embedding, embedding[token_ids]
+    # Its weights are packed: products with unit vectors give them back, bit by bit.
+    unit = torch.eye(loaded.decoder.head.inputs, dtype=embedding.dtype)
+    return embedding, loaded.decoder.head(unit).T[token_ids].to(embedding.dtype).contiguous()
+
+
+def _problem_of(head: RecurrentHead, config: dict[str, Any], loaded: LoadedModel, width: int) -> str | None:
+    if head.shape.state != width:
+        return f"it reads {head.shape.state} numbers, the target's states have {width}"
+    theirs = config.get("tokenizer_fingerprint")
+    if theirs not in (None, loaded.info.tokenizer_fingerprint):
+        return f"it was made for tokenizer {theirs}, the target has {loaded.info.tokenizer_fingerprint}"
+    return None
+
+
+def _chain(row: _Row) -> Chain:
+    return Chain(tuple(row.path), tuple(row.confidences))

@@ -1,0 +1,1 @@
+"""Drafters that look continuations up in texts and tables."""

@@ -1,0 +1,1 @@
+"""Drafters with a draft model of their own, alone or in stages."""

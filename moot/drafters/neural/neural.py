@@ -1,0 +1,124 @@
+"""A draft model: any causal language model with the target's tokenizer.
+
+All asks share one ragged forward per drafted token. A session's KV cache holds a beginning of prefix + drafted path;
+committed ids that leave the path crop it to their longest common prefix, so only what is new is computed. What was
+drafted and then committed by others is not drafted again: asking a second time for more tokens goes on where the
+first ended. At temperature > 0 tokens are drawn with the target's noise.
+
+Confidence byte: round(255 * p), p the probability of the token in the draft model's own softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moot.config import option
+from moot.core.errors import ConfigError
+from moot.core.types import SamplingParams
+from moot.drafters.base import Ask, Chain, PathAsk, Proposer, require
+from moot.drafters.neural.draft_model import DraftModelOptions, DraftModelProposer, as_chain
+from moot.drafters.neural.drafting import NeuralDrafting, num_likely
+from moot.drafters.neural.sessions import NeuralSession
+from moot.drafters.neural.stages import GuessingStage
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuralOptions(DraftModelOptions):
+    min_chain_confidence: float = option(
+        0.0, help="a proposal ends before the token with which it gets, as a whole, less probable than this"
+    )
+    stages: str = option(
+        "", help="cheaper drafters that guess what this one then looks at: kind[~option=value]...[+kind...]"
+    )
+    stage_tokens: int = option(8, help="tokens guessed for one forward at most")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0.0 <= self.min_chain_confidence <= 1.0, "min_chain_confidence", "must be in 0..1")
+        require(self.stage_tokens > 0, "stage_tokens", "must be positive")
+
+
+class NeuralProposer(DraftModelProposer):
+    kind = "neural"
+    is_stepwise = True
+
+    def __init__(
+        self, options: NeuralOptions, make_stage: Callable[[str, int, str], Proposer[Any]] | None = None
+    ) -> None:
+        """`make_stage(stages, vocab_size, tokenizer fingerprint)`: the registry's, needed where options name stages."""
+        loaded = options.load()
+        super().__init__(options, loaded, loaded.num_embeddings)
+        self._stage: GuessingStage | None = None
+        if options.stages:
+            if make_stage is None:
+                raise ConfigError("option stages: made by the registry of drafter kinds only")
+            stage = make_stage(options.stages, self.vocab_size, self.tokenizer_fingerprint)
+            self._stage = GuessingStage(
+                stage, options.stage_tokens, self.context_limit, self._num_embeddings, self._runner.pool
+            )
+        self._least = options.min_chain_confidence
+        self._drafting = NeuralDrafting(
+            self._feed, self._sampler, options.min_confidence, options.sharpen, self._stage, self._least
+        )
+
+    @property
+    def stage_counts(self) -> tuple[int, int]:
+        """Ids that the stages guessed, and those of them that became part of a proposal or of the path behind it."""
+        return (self._stage.num_guessed if self._stage else 0), self._drafting.num_gone_along
+
+    def open(self, prefix: Sequence[int], params: SamplingParams) -> NeuralSession:
+        session = super().open(prefix, params)
+        if self._stage is not None:
+            session.stage = self._stage.proposer.open(prefix, params)
+        return session
+
+    def extend(
+        self, session: NeuralSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
+    ) -> None:
+        super().extend(session, token_ids, top_candidates)
+        if token_ids and self._stage is not None:
+            self._stage.proposer.extend(session.stage, token_ids, top_candidates)
+
+    def propose(self, asks: Sequence[Ask[NeuralSession]]) -> list[list[Chain]]:
+        lengths = [self._room(ask) for ask in asks]
+        for ask in asks:
+            if not ask.is_ahead:
+                self._feed.use(ask.session)
+        chains = [(ask, n) for ask, n in zip(asks, lengths, strict=True) if ask.width == 1 and n]
+        self._drafting.chains(
+            [(ask.session, n) for ask, n in chains], {id(ask.session) for ask, _ in chains if ask.is_ahead}
+        )
+        branches = self._drafting.branches(
+            [(ask.session, n, ask.width) for ask, n in zip(asks, lengths, strict=True) if ask.width > 1 and n]
+        )
+        answers: list[list[Chain]] = []
+        for ask, length in zip(asks, lengths, strict=True):
+            paths = branches[id(ask.session)] if length and ask.width > 1 else [ask.session.ahead[:length]]
+            likely = [path[: num_likely(path, self._least)] for path in paths]
+            answers.append([as_chain(path) for path in likely if path])
+        return answers
+
+    def after(self, asks: Sequence[PathAsk[NeuralSession]]) -> list[tuple[int, ...]]:
+        """What is drafted after a path that was asked for before goes on where that ended."""
+        answers: list[tuple[int, ...]] = [()] * len(asks)
+        known = [index for index, ask in enumerate(asks) if max(ask.path, default=0) < self._num_embeddings]
+        for index in known:
+            asks[index].session.suppose(asks[index].path)
+        found = self.propose([Ask(asks[index].session, asks[index].num_tokens) for index in known])
+        for index, chains in zip(known, found, strict=True):
+            asks[index].session.take_back()
+            answers[index] = chains[0].token_ids if chains else ()
+        return answers
+
+    def warm(self, session: NeuralSession) -> bool:
+        """As every draft model; then let the stage do the like."""
+        if super().warm(session):
+            return True
+        return self._stage is not None and self._stage.proposer.warm(session.stage)
+
+    def close(self, session: NeuralSession) -> None:
+        super().close(session)
+        if self._stage is not None:
+            self._stage.proposer.close(session.stage)

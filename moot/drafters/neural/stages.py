@@ -1,0 +1,107 @@
+"""Cheaper drafters that a draft model is fed by (staged speculative decoding, arXiv 2308.04623).
+
+A stage guesses what comes next; the draft model looks at the guess in one forward and goes along with it by its own
+sample-and-match walk, as the target does with a draft. What comes out is what it would have drafted alone.
+
+The cheaper stage of a draft model: what it guesses for each session, as far as there is room to look at it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from moot.core.types import SamplingParams
+from moot.drafters.base import Ask, Chain, PathAsk, Proposer
+from moot.drafters.neural.sessions import NeuralSession
+from moot.model.cache.contiguous import PAGE_SLOTS, KvPool
+
+
+class GuessingStage:
+    """`num_tokens`: ids guessed for one forward at most. `num_embeddings`: of the draft model; `pool`: its caches'."""
+
+    def __init__(
+        self, proposer: Proposer[Any], num_tokens: int, context_limit: int, num_embeddings: int, pool: KvPool
+    ) -> None:
+        self.proposer = proposer
+        self.num_guessed = 0
+        self._num_tokens = num_tokens
+        self._context_limit = context_limit
+        self._num_embeddings = num_embeddings
+        self._pool = pool
+
+    def guesses(self, sessions: Sequence[NeuralSession]) -> list[tuple[int, ...]]:
+        """For each session ids that may follow its path; often none."""
+        asks: list[PathAsk[Any]] = []
+        asking: list[int] = []
+        free = self._pool.free_tokens
+        for index, session in enumerate(sessions):
+            length = len(session.tokens) + len(session.ahead)
+            room = min(self._num_tokens, self._context_limit - length - 1)
+            slack = session.cache.num_slots - session.cache.length - 1
+            if slack < room and free >= PAGE_SLOTS:
+                free -= PAGE_SLOTS
+            else:
+                # A guess must not cost any session its cache: with it, proposals would be others than without.
+                room = min(room, slack)
+            if room > 0:
+                asking.append(index)
+                asks.append(PathAsk(session.stage, session.path(len(session.tokens) - session.num_tentative), room))
+        found: list[tuple[int, ...]] = [()] * len(sessions)
+        for index, ask, ids in zip(asking, asks, self.proposer.after(asks), strict=True):
+            bad = next((i for i, token in enumerate(ids) if not 0 <= token < self._num_embeddings), len(ids))
+            found[index] = ids[: min(bad, ask.num_tokens)]
+            self.num_guessed += len(found[index])
+        return found
+
+
+class FirstOf(Proposer[tuple[Any, Any]]):
+    """What `first` says, or where it abstains, what `other` says."""
+
+    kind = "first_of"
+
+    def __init__(self, first: Proposer[Any], other: Proposer[Any]) -> None:
+        self._both = (first, other)
+        self.family = other.family
+        self.context_limit = max(first.context_limit, other.context_limit)
+
+    def open(self, prefix: Sequence[int], params: SamplingParams) -> tuple[Any, Any]:
+        first, other = self._both
+        return first.open(prefix, params), other.open(prefix, params)
+
+    def extend(
+        self, session: tuple[Any, Any], token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
+    ) -> None:
+        for proposer, own in zip(self._both, session, strict=True):
+            proposer.extend(own, token_ids, top_candidates)
+
+    def propose(self, asks: Sequence[Ask[tuple[Any, Any]]]) -> list[list[Chain]]:
+        answers = self._part(0).propose([dataclasses.replace(ask, session=ask.session[0]) for ask in asks])
+        left = [index for index, chains in enumerate(answers) if not chains]
+        others = self._part(1).propose(
+            [dataclasses.replace(asks[index], session=asks[index].session[1]) for index in left]
+        )
+        for index, chains in zip(left, others, strict=True):
+            answers[index] = chains
+        return answers
+
+    def after(self, asks: Sequence[PathAsk[tuple[Any, Any]]]) -> list[tuple[int, ...]]:
+        answers = self._part(0).after([dataclasses.replace(ask, session=ask.session[0]) for ask in asks])
+        left = [index for index, ids in enumerate(answers) if not ids]
+        others = self._part(1).after(
+            [dataclasses.replace(asks[index], session=asks[index].session[1]) for index in left]
+        )
+        for index, ids in zip(left, others, strict=True):
+            answers[index] = ids
+        return answers
+
+    def warm(self, session: tuple[Any, Any]) -> bool:
+        return any([proposer.warm(own) for proposer, own in zip(self._both, session, strict=True)])
+
+    def close(self, session: tuple[Any, Any]) -> None:
+        for proposer, own in zip(self._both, session, strict=True):
+            proposer.close(own)
+
+    def _part(self, index: int) -> Proposer[Any]:
+        return self._both[index]

@@ -1,0 +1,118 @@
+"""Drafter kinds by name. A kind is loaded when it is asked for: those without a model never import torch.
+
+Other packages add kinds under the entry point group `moot.drafters`: the entry's name is the kind, its object a
+`Kind`. Built-in names go first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from moot.core.errors import ConfigError
+from moot.drafters.base import Kind, Proposer, parse_options
+
+ENTRY_POINT_GROUP = "moot.drafters"
+MODEL_FREE_KINDS = ("ngram", "prompt_lookup", "recycling", "suffix")
+"""Built-in kinds that need no torch: the router can run them in its own process."""
+REQUEST_KINDS = ("prediction", "sibling")
+"""Built-in kinds that live from what a request brings: in the router's process only."""
+MODEL_KINDS = ("neural", "superposed")
+"""Built-in kinds with a draft model of their own: their tokenizer is the model's."""
+BUILT_IN_KINDS = (*MODEL_FREE_KINDS, *REQUEST_KINDS, *MODEL_KINDS)
+
+
+def known_kinds() -> tuple[str, ...]:
+    """Names of all kinds, built-in and installed, sorted."""
+    return tuple(sorted({*BUILT_IN_KINDS, *(entry.name for entry in _installed())}))
+
+
+def load_kind(kind: str) -> Kind[Any]:
+    """Raises ConfigError naming the known kinds."""
+    match kind:
+        case "ngram":
+            from moot.drafters.lookup.ngram import NgramOptions, NgramProposer
+
+            return Kind("ngram", NgramOptions, NgramProposer)
+        case "prompt_lookup":
+            from moot.drafters.lookup.prompt_lookup import PromptLookupOptions, PromptLookupProposer
+
+            return Kind("prompt_lookup", PromptLookupOptions, PromptLookupProposer)
+        case "recycling":
+            from moot.drafters.lookup.recycling import RecyclingOptions, RecyclingProposer
+
+            return Kind("recycling", RecyclingOptions, RecyclingProposer)
+        case "suffix":
+            from moot.drafters.lookup.suffix import SuffixOptions, SuffixProposer
+
+            return Kind("suffix", SuffixOptions, SuffixProposer)
+        case "prediction":
+            from moot.drafters.request.prediction import PredictionOptions, PredictionProposer
+
+            return Kind("prediction", PredictionOptions, PredictionProposer)
+        case "sibling":
+            from moot.drafters.request.sibling import SiblingOptions, SiblingProposer
+
+            return Kind("sibling", SiblingOptions, SiblingProposer)
+        case "neural":
+            from moot.drafters.neural.neural import NeuralOptions, NeuralProposer
+
+            return Kind("neural", NeuralOptions, lambda options: NeuralProposer(options, make_stage))
+        case "superposed":
+            from moot.drafters.superposed.superposed import SuperposedOptions, SuperposedProposer
+
+            return Kind("superposed", SuperposedOptions, SuperposedProposer)
+    for entry in _installed():
+        if entry.name == kind:
+            found = entry.load()
+            if not isinstance(found, Kind):
+                raise ConfigError(f"entry point {kind} of group {ENTRY_POINT_GROUP} is not a Kind")
+            return found
+    raise ConfigError(f"unknown drafter kind {kind} (known: {', '.join(known_kinds())})")
+
+
+def create(kind: str, options: Mapping[str, object], fingerprint: str = "") -> Proposer[Any]:
+    """A proposer of `kind`. Values of `options` may be typed or text; `vocab_size` is an option of every kind.
+
+    `fingerprint`: of the tokenizer whose ids it will be told; empty: not known. Raises ConfigError naming what is
+    wrong: the kind, an unknown, missing or bad option, a file that cannot be read, or one of another tokenizer's ids.
+    """
+    spec = load_kind(kind)
+    proposer = spec.build(parse_options(spec.options, kind, options))
+    if fingerprint and proposer.tokenizer_fingerprint not in ("", fingerprint):
+        found = proposer.tokenizer_fingerprint
+        raise ConfigError(f"what drafter kind {kind} was given has tokenizer {found}, what is served has {fingerprint}")
+    return proposer
+
+
+def make_stage(text: str, vocab_size: int, fingerprint: str) -> Proposer[Any]:
+    """What `kind[~option=value]...[+kind...]` names, the cheapest first.
+
+    A kind that has stages itself is fed by all before it; of kinds without, the first that has something to say is
+    heard. `fingerprint`: of the tokenizer that all of them must share. Raises ConfigError.
+    """
+    before, _, last = text.rpartition("+")
+    kind, *pairs = last.split("~")
+    if kind in REQUEST_KINDS:
+        raise ConfigError(f"kind {kind} cannot be a stage: it lives from what a request brings")
+    options: dict[str, object] = {"vocab_size": vocab_size}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"option stages: {last!r} is not kind[~option=value]...")
+        options[name] = value
+    takes_stages = any(field.name == "stages" for field in dataclasses.fields(load_kind(kind).options))
+    if before and takes_stages:
+        return create(kind, options | {"stages": before}, fingerprint)
+    proposer = create(kind, options, fingerprint)
+    if not before:
+        return proposer
+    from moot.drafters.neural.stages import FirstOf
+
+    return FirstOf(make_stage(before, vocab_size, fingerprint), proposer)
+
+
+def _installed() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=ENTRY_POINT_GROUP))

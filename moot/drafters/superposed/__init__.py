@@ -1,0 +1,1 @@
+"""The drafter that decodes several sequences in one superposed pass."""

@@ -1,0 +1,1 @@
+"""What a start proves about the numbers of this machine before anything is served."""

@@ -1,0 +1,164 @@
+"""Deterministic mode of a decoder: how many rows its products, attention and element-wise parts may have in a call.
+
+Deterministic mode with attention of several requests in one call: every call that may be made is tried at start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from moot.core.errors import ConfigError
+from moot.model.cache.contiguous import MOST_SLAB_SLOTS, SPAN_SLOTS, Chunk, KvShape, round_up, slabs_per_chunk
+from moot.model.checks.rowcases import Case, cancelling, cancelling_attention, first_holding
+from moot.model.decoder.decoder import Decoder
+from moot.model.decoder.layers import HeadShape, gated, turned_heads
+from moot.model.decoder.products import Product
+from moot.model.decoder.tiles import ROWS, SIZES, attend, attend_together
+from moot.model.rows import NATURAL_KERNELS, PRODUCT_SLOTS, TILE_ROWS, Padding, RowRules
+
+_HIDDEN = 12
+"""Slots that no row sees. What is left is no power of two, so that weights of equal scores are not short numbers, whose
+sums would hardly round."""
+
+
+def together_holds(heads: HeadShape, context_limit: int, generator: torch.Generator) -> bool:
+    """Whether each request comes out of each call, whatever its place, as out of a call of its own, bit by bit."""
+    longest = min(round_up(context_limit, SPAN_SLOTS), MOST_SLAB_SLOTS)
+    return all(_holds(heads, slots, generator) for slots in range(SPAN_SLOTS, longest + 1, SPAN_SLOTS))
+
+
+@torch.inference_mode()
+def _holds(heads: HeadShape, slots: int, generator: torch.Generator) -> bool:
+    slabs, kv_heads, group, dim = slabs_per_chunk(slots), heads.kv_heads, heads.group, heads.dim
+    queries, keys, values = _cancelling_both(slabs, heads, slots, generator)
+    # In a chunk, because a product may look at how its operands lie in memory.
+    chunk = Chunk(KvShape(1, kv_heads, dim, torch.bfloat16, torch.device("cpu")), slots)
+    attended = chunk.data[0].flatten(1, 2)
+    attended[0], attended[1] = keys, values
+    mask = torch.zeros(slabs, 1, TILE_ROWS * group, slots, dtype=torch.bfloat16)
+    mask[..., slots - _HIDDEN :] = float("-inf")
+    alone = [
+        attend(own.flatten(1, 2), key, value, mask[0, 0], group, True)
+        for own, key, value in zip(*(x.split(kv_heads) for x in (queries, *attended)), strict=True)
+    ]
+    expected = torch.cat(alone).view(slabs, kv_heads, TILE_ROWS, group, dim)
+    queries = queries.view(slabs, kv_heads, TILE_ROWS, group, dim)
+    for size in [size for size in SIZES if size <= slabs]:
+        for number, rows in enumerate(ROWS):
+            # Slabs are whole pages of memory, so where in a chunk a call starts shifts nothing: both ends in turns.
+            first = (slabs - size) * (number % 2)
+            keys, values = attended[:, first * kv_heads : (first + size) * kv_heads]
+            own = queries[first : first + size, :, :rows]
+            flat = own.reshape(size * kv_heads, rows * group, dim)
+            result = attend_together(flat, keys, values, mask[:size, :, : rows * group])
+            if not torch.equal(result.view(own.shape), expected[first : first + size, :, :rows]):
+                return False
+    return True
+
+
+def _cancelling_both(
+    slabs: int, heads: HeadShape, slots: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of which half, drawn, have scores that are nothing but rounding, scaled up, and the others equal scores
+    over values that cancel: one call tries both products, at each place. The last slots are to be hidden.
+
+    Queries [slabs * kv_heads, TILE_ROWS, group, dim], keys and values [slabs * kv_heads, slots, dim]. bfloat16.
+    """
+    count, shown = slabs * heads.kv_heads, slots - _HIDDEN
+    queries, keys, _ = cancelling_attention(count, heads.group, slots, heads.dim, True, generator)
+    *_, values = cancelling_attention(count, 1, shown, heads.dim, False, generator)
+    queries *= torch.randint(2, queries.shape[:3], generator=generator)[..., None]
+    hidden = torch.randn(count, _HIDDEN, heads.dim, generator=generator).bfloat16()
+    return queries, keys, torch.cat((values, hidden), 1)
+
+
+_LARGEST_TILES = (256, TILE_ROWS)
+_PADDINGS = (Padding(1, 1), Padding(2, 1), Padding(4, 1), Padding(16, 16), Padding(32, 32))
+_MOST_OUTPUTS = 4096
+"""Larger weights (the vocabulary's) are checked on this many of their outputs."""
+
+
+def decoder_rules(decoder: Decoder, context_limit: int) -> RowRules:
+    """The cheapest row counts under which rows round alike here; kernels compute each row by itself.
+
+    Raises ConfigError when there are none.
+    """
+    if decoder.kernels is not None:
+        return NATURAL_KERNELS
+    generator = torch.Generator().manual_seed(0)
+    for tile in _LARGEST_TILES:
+        cases = [*_product_cases(decoder, tile, generator), *_row_cases(decoder, tile, generator)]
+        linear = first_holding(_PADDINGS, cases)
+        if linear is not None:
+            break
+    else:
+        raise ConfigError("deterministic mode does not hold: products depend on the number of rows")
+    attention = first_holding(_PADDINGS, list(_attention_cases(decoder.weights.heads, context_limit, generator)))
+    if attention is None:
+        raise ConfigError("deterministic mode does not hold: attention depends on the number of rows")
+    together = together_holds(decoder.weights.heads, context_limit, generator)
+    return RowRules(TILE_ROWS, linear, attention, True, tile, TILE_ROWS, PRODUCT_SLOTS, together)
+
+
+def _product_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> Iterator[Case]:
+    products = [decoder.head]
+    for layer in decoder.weights.layers:
+        products += [layer.queries_keys_values, layer.attended, layer.gate_up, layer.down]
+    for outputs, inputs, has_bias in sorted({(each.outputs, each.inputs, each.has_bias) for each in products}):
+        rows, weight = cancelling((TILE_ROWS,), (min(outputs, _MOST_OUTPUTS),), inputs, generator)
+        bias = torch.zeros(len(weight), dtype=torch.bfloat16) if has_bias else None
+        yield Case(_of_rows(Product(weight.bfloat16(), bias), rows.bfloat16()), tile)
+
+
+def _row_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> Iterator[Case]:
+    """Norms, rotation and activation: nothing here can be made to cancel, and rows are few enough to try them all."""
+    weights = decoder.weights
+    heads, layer = weights.heads, weights.layers[0]
+    half = torch.randn(TILE_ROWS, weights.last_norm.width, generator=generator).bfloat16()
+    yield Case(_of_rows(layer.before_mlp, torch.cat((half, -half), dim=1)), tile)
+    yield Case(_of_rows(gated, torch.randn(TILE_ROWS, layer.gate_up.outputs, generator=generator).bfloat16()), tile)
+    projected = torch.randn(TILE_ROWS, layer.queries_keys_values.outputs, generator=generator).bfloat16()
+    turns = weights.rotary.at(range(TILE_ROWS))
+
+    @torch.inference_mode()
+    def turn(index: Tensor) -> Tensor:
+        return turned_heads(projected[index], turns[index], heads, layer.head_norm, layer.query_scale)
+
+    yield Case(turn, tile)
+
+
+def _of_rows(function: Callable[[Tensor], Tensor], rows: Tensor) -> Callable[[Tensor], Tensor]:
+    @torch.inference_mode()
+    def compute(index: Tensor) -> Tensor:
+        return function(rows[index])
+
+    return compute
+
+
+def _attention_cases(heads: HeadShape, context_limit: int, generator: torch.Generator) -> Iterator[Case]:
+    """For every number of slots that is attended to by products, and one of the fused call's if there are more."""
+    longest = round_up(context_limit, SPAN_SLOTS)
+    lengths = [*range(SPAN_SLOTS, min(longest, PRODUCT_SLOTS) + 1, SPAN_SLOTS)]
+    for slots in [*lengths, *([PRODUCT_SLOTS + SPAN_SLOTS] if longest > PRODUCT_SLOTS else [])]:
+        for cancel_scores in (True, False):
+            yield _attention_case(heads, slots, cancel_scores, generator)
+
+
+def _attention_case(heads: HeadShape, slots: int, cancel_scores: bool, generator: torch.Generator) -> Case:
+    group, kv_heads = heads.group, heads.kv_heads
+    queries, keys, values = cancelling_attention(kv_heads, group, slots, heads.dim, cancel_scores, generator)
+    mask = torch.zeros(TILE_ROWS, slots, dtype=torch.bfloat16)
+    if cancel_scores:
+        mask[:, slots - 12 :] = float("-inf")
+
+    @torch.inference_mode()
+    def compute(index: Tensor) -> Tensor:
+        picked = queries[:, index].view(kv_heads, -1, heads.dim)
+        shown = mask[index].repeat_interleave(group, 0)
+        result = attend(picked, keys, values, shown, group, slots <= PRODUCT_SLOTS)
+        return result.view(kv_heads, len(index), group * heads.dim).transpose(0, 1)
+
+    return Case(compute)

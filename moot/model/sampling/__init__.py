@@ -1,0 +1,1 @@
+"""From logits to token ids: the tensor form of the one sampler."""

@@ -1,0 +1,1 @@
+"""What callers ask and get: requests, choices, text, admission, authentication."""

@@ -1,0 +1,293 @@
+"""One POST, from body to answer: admit, read, check, tokenize, generate, write.
+
+Server-sent events, and noticing that the reader is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from moot.core.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, MootError
+from moot.core.types import ModelInfo
+from moot.runtime.patience import Patience
+from services.router.api import errors
+from services.router.api.admission import Ticket
+from services.router.api.choices import Choice, Front, enqueue, run_choices
+from services.router.api.errors import Attempt, ClientGone
+from services.router.api.fields import parse_json_object
+from services.router.api.http.replies import ChatReply, CompletionReply, Envelope, Reply
+from services.router.api.requests import CommonBody, parse_chat, parse_completion, plan_requests
+from services.router.api.text import IncrementalText, StopStrings
+from services.router.generation.types import GenerationChunk, GenerationRequest
+
+ResultT = TypeVar("ResultT")
+DONE = b"data: [DONE]\n\n"
+
+
+# One encoder for all: json.dumps makes a new one for each call that asks for anything but its defaults.
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def event(body: dict[str, Any]) -> bytes:
+    return b"data: " + encode(body).encode() + b"\n\n"
+
+
+class EventStream:
+    """Writes events; the headers go out with the first, so that an error before it still has its status code."""
+
+    def __init__(self, send: Send, timeout_s: float) -> None:
+        self._send_message = send
+        self._patience = Patience(timeout_s)
+        self.started = False
+
+    async def send(self, parts: Iterable[bytes], headers: dict[str, str] | None = None) -> None:
+        """`headers` count only in the first call. Raises ClientGone when the reader takes nothing for too long."""
+        if not self.started:
+            self.started = True
+            fields = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+            fields |= {"x-accel-buffering": "no"} | (headers or {})
+            raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
+            await self._write({"type": "http.response.start", "status": 200, "headers": raw})
+        await self._write({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+
+    async def close(self) -> None:
+        await self._write({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def release(self) -> None:
+        """Nothing more is written, whether the stream was closed or not."""
+        self._patience.close()
+
+    async def _write(self, message: dict[str, Any]) -> None:
+        try:
+            with self._patience.wait():
+                await self._send_message(message)
+        except (TimeoutError, OSError) as error:
+            raise ClientGone from error
+
+
+async def send_whole(response: Response, send: Send, piece_bytes: int) -> None:
+    """In pieces, so that no more of it than a piece lies in the connection while its reader takes its time."""
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    body = bytes(response.body)
+    for start in range(0, max(len(body), 1), piece_bytes):
+        end = start + piece_bytes
+        await send({"type": "http.response.body", "body": body[start:end], "more_body": end < len(body)})
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT], abort_timeout_s: float) -> ResultT:
+    """The result of `work`, cancelled and ClientGone raised as soon as the caller closes the connection.
+
+    The whole body must have been received.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        watching.cancel()
+        working.cancel()
+        ended, _ = await asyncio.wait((working, watching), timeout=abort_timeout_s)
+        for task in ended:
+            if not task.cancelled():
+                task.exception()  # looked at: what an abort raises concerns nobody
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+log = logging.getLogger(__name__)
+
+
+class GenerationEndpoint:
+    """An ASGI app for POST /v1/completions, or with `chat` for POST /v1/chat/completions."""
+
+    def __init__(self, front: Front, *, chat: bool) -> None:
+        self._front = front
+        self._chat = chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.monotonic()
+        request = Request(scope, receive)
+        with Attempt(self._front.metrics) as attempt, self._front.admission.enter(request.state.caller) as ticket:
+            info = self._front.serving()
+            body = await self._read(request)
+            work = self._answer(body, info, ticket, attempt, request.state.caller, started, send)
+            response = await unless_gone(receive, work, 2 * self._front.settings.abort_timeout_s)
+            if response is not None:
+                await send_whole(response, send, self._front.settings.stream_buffer_bytes)
+
+    async def _read(self, request: Request) -> bytes:
+        """The body, bounded in size and time. Raises BodyTooLarge, DeadlineExceeded, InvalidRequest, ClientGone."""
+        limit = self._front.settings.max_body_bytes
+        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise InvalidRequest("the content type must be application/json", "content-type")
+        announced = request.headers.get("content-length", "")
+        body = bytearray()
+        try:
+            if announced.isdigit() and int(announced) > limit:
+                raise BodyTooLarge(f"the request body must be at most {limit} bytes")
+            async with asyncio.timeout(self._front.settings.body_timeout_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise BodyTooLarge(f"the request body must be at most {limit} bytes")
+        except TimeoutError as error:
+            raise DeadlineExceeded("the request body did not arrive in time") from error
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        return bytes(body)
+
+    async def _answer(
+        self, body: bytes, info: ModelInfo, ticket: Ticket, attempt: Attempt, caller: str, started: float, send: Send
+    ) -> Response | None:
+        """The response; None when it was streamed through `send`."""
+        front = self._front
+        base_id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
+        common, requests, prompt_texts = await self._prepare(body, info, ticket, caller, base_id)
+        tokens = front.tokenizer.tokens
+        stops = StopStrings(common.stops)
+        choices = [
+            Choice(
+                index,
+                request,
+                IncrementalText.of(request, tokens, info.end_token_ids, stops),
+                prompt_text,
+                keep_text=not common.stream,
+                return_token_ids=common.return_token_ids,
+            )
+            for index, (request, prompt_text) in enumerate(zip(requests, prompt_texts, strict=True))
+        ]
+        enqueue(ticket, choices, common, front.settings)
+        envelope = Envelope(base_id, int(time.time()), common, tokens, choices)
+        reply: Reply = ChatReply(tokens) if self._chat else CompletionReply(tokens)
+        attempt.is_generating = True
+        running = run_choices(
+            front.generator, choices, front.settings, front.metrics, started, front.admission.aborting, front.tracing
+        )
+        async with aclosing(running) as chunks:
+            if common.stream:
+                stream = EventStream(send, front.settings.slow_client_timeout_s)
+                try:
+                    await self._stream(envelope, reply, chunks, stream)
+                finally:
+                    stream.release()
+                return None
+            durable = True
+            async for _, chunk in chunks:
+                durable = durable and chunk.durable
+        answer = envelope.wrap(reply.whole_kind, [reply.whole(choice) for choice in choices]) | reply.prompt(choices)
+        answer["usage"] = envelope.usage()
+        if common.include_metrics:
+            answer["metrics"] = envelope.metrics()
+        text = encode(answer)
+        return Response(text, headers=_durability(durable), media_type="application/json")
+
+    async def _prepare(
+        self, body: bytes, info: ModelInfo, ticket: Ticket, caller: str, base_id: str
+    ) -> tuple[CommonBody, tuple[GenerationRequest, ...], list[str]]:
+        """Body to requests, with the text to echo before each choice."""
+        front = self._front
+        max_values = front.settings.max_json_values + info.context_limit
+        values = parse_json_object(body, front.settings.max_json_depth, max_values)
+        drafter_ids = front.state.drafter_ids()
+        if self._chat:
+            chat = parse_chat(values, front.settings, info, drafter_ids)
+            common = chat.common
+            ticket.grow(common.n)
+            ids = await front.tokenizer.encode_chat(
+                chat.messages,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                context_limit=info.context_limit,
+                param="messages",
+            )
+            prompts: tuple[tuple[int, ...], ...] = (ids,)
+            echoes = [""] * common.n
+        else:
+            completion = parse_completion(values, front.settings, info, drafter_ids)
+            common = completion.common
+            ticket.grow(common.n * len(completion.prompts))
+            texts = [prompt for prompt in completion.prompts if isinstance(prompt, str)]
+            prompts = await front.tokenizer.encode(
+                texts,
+                add_special_tokens=completion.add_special_tokens,
+                context_limit=info.context_limit,
+                param="prompt",
+            )
+            # All prompts are texts or all are ids.
+            prompts = prompts or tuple(prompt for prompt in completion.prompts if isinstance(prompt, tuple))
+            shown = texts or [front.tokenizer.tokens.text(ids, common.skip_special_tokens) for ids in prompts]
+            echoes = [text if completion.echo else "" for text in shown for _ in range(common.n)]
+        fingerprint = hashlib.sha256(body).hexdigest()
+        param = "messages" if self._chat else "prompt"
+        prediction = await front.tokenizer.encode_prediction(
+            common.prediction, context_limit=info.context_limit, param="prediction"
+        )
+        requests = plan_requests(common, prompts, info, base_id, caller, fingerprint, param, prediction)
+        return common, requests, echoes
+
+    async def _stream(
+        self,
+        envelope: Envelope,
+        reply: Reply,
+        chunks: AsyncGenerator[tuple[Choice, GenerationChunk], None],
+        stream: EventStream,
+    ) -> None:
+        common = envelope.common
+        running = len(envelope.choices)
+        opened: set[int] = set()
+        try:
+            async for choice, chunk in chunks:
+                items = [reply.delta(choice, chunk)]
+                if choice.index not in opened:
+                    opened.add(choice.index)
+                    items.insert(0, reply.opening(choice))
+                running -= chunk.finish_reason is not None
+                # With include_usage, OpenAI's chunks before the last carry an explicit null.
+                usage = {"usage": None} if common.include_usage else {}
+                bodies = [envelope.wrap(reply.chunk_kind, [item]) | usage for item in items if item is not None]
+                if bodies and not stream.started:
+                    bodies[0] |= reply.prompt(envelope.choices)
+                if running == 0 and common.include_metrics and not common.include_usage:
+                    bodies[-1]["metrics"] = envelope.metrics()
+                if bodies:
+                    await stream.send(map(event, bodies), _durability(chunk.durable))
+            last = [DONE]
+            if common.include_usage:
+                final = envelope.wrap(reply.chunk_kind, []) | {"usage": envelope.usage()}
+                if common.include_metrics:
+                    final["metrics"] = envelope.metrics()
+                last.insert(0, event(final))
+            await stream.send(last)
+        except Exception as error:
+            if not stream.started or isinstance(error, ClientGone):
+                raise
+            log.warning("stream ended by an error", extra={"kind": type(error).__name__})
+            await stream.send([event(errors.describe(error).body)])
+            if not isinstance(error, MootError):
+                await stream.close()
+                raise
+        await stream.close()
+
+
+def _durability(durable: bool) -> dict[str, str]:
+    """Says that the request could not be resumed: its record is not stored."""
+    return {} if durable else {"x-moot-durable": "false"}

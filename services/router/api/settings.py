@@ -1,0 +1,114 @@
+"""What the HTTP front is told: its limits, and what it may ask about the rest of the router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moot.core.errors import MootError
+from moot.core.types import ModelInfo
+from services.router.generation.types import Places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSettings:
+    """Limits of the HTTP API. Durations in seconds, sizes in bytes unless the name says otherwise."""
+
+    served_model_names: tuple[str, ...]
+    """Names accepted as `model`; the first is used in answers to requests that name none."""
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_json_depth: int = 32
+    max_json_values: int = 250_000
+    """Numbers, texts, lists and objects in a body, beside a prompt of ids that fills the context."""
+    body_timeout_s: float = 30.0
+    """For the whole body to arrive."""
+    max_prompt_bytes: int = 2 * 1024 * 1024
+    """Whatever the context, a longer prompt is not tokenized."""
+    tokenize_timeout_s: float = 20.0
+    tokenize_threads: int = 2
+    max_n: int = 64
+    max_prompts: int = 256
+    """Prompts in one completion request."""
+    max_choices: int = 256
+    """Prompts times n in one request."""
+    max_messages: int = 2048
+    max_stop_strings: int = 16
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 256
+    max_logit_bias: int = 1024
+    max_logprobs: int = 20
+    max_speculative_tokens: int = 64
+    max_drafters: int = 64
+    default_completion_tokens: int = 16
+    """`max_tokens` of /v1/completions when absent (OpenAI's default); a chat gets the rest of the context."""
+    max_choices_in_flight: int = 1024
+    """Over all callers: one more is refused with 503."""
+    max_choices_per_key: int = 256
+    """Of one API key (without keys: of everybody together): one more is refused with 429."""
+    max_queued_tokens: int = 1_048_576
+    """Prompt and `max_tokens` of accepted choices without a first token, over all callers; more: 503."""
+    max_queued_tokens_per_key: int = 262_144
+    """Of one API key; more: 429. Without keys there is no such share."""
+    assumed_output_tokens: int = 512
+    """What a choice that names no `max_tokens` counts in the queue."""
+    shed_share: float = 0.5
+    """Part of the queue that may be taken until drafting stops; 1: it goes on."""
+    retry_after_s: float = 1.0
+    """Seconds that a refused caller is told to wait where nothing was measured yet."""
+    stream_buffer_bytes: int = 65_536
+    """Of one answer waiting for a slow reader, here and again in the connection; full, they pause that answer only."""
+    slow_client_timeout_s: float = 60.0
+    """A reader that has not made room in a full buffer for so long is dropped."""
+    chunk_timeout_s: float = 1300.0
+    """Longest wait for a choice's next chunk: every wait that a request survives, prefill and queue included."""
+    abort_timeout_s: float = 10.0
+    """For an aborted generation to let go."""
+
+
+class FrontState(Protocol):
+    """The rest of the router, as far as the HTTP front depends on it. Cheap calls without I/O."""
+
+    def model_info(self) -> ModelInfo | None:
+        """What is served; None before any verifier was seen."""
+        ...
+
+    def refusal(self) -> MootError | None:
+        """Why new requests are refused now (Draining, NoCapacity); None: they are taken."""
+        ...
+
+    def drafter_ids(self) -> frozenset[str] | None:
+        """Names a request may put in `drafters`; None: not known, the rounds decide."""
+        ...
+
+    def places(self) -> Places | None:
+        """Of the verifiers that can be asked now; None: not known."""
+        ...
+
+    def shortage(self) -> MootError | None:
+        """Why a new request would be refused by every verifier now, though all is well; None: it would not."""
+        ...
+
+
+@dataclass(slots=True)
+class StaticFrontState:
+    """A FrontState whose values somebody else sets."""
+
+    info: ModelInfo | None
+    refused_with: MootError | None = None
+    drafters: frozenset[str] | None = field(default=None)
+    room: Places | None = None
+
+    def model_info(self) -> ModelInfo | None:
+        return self.info
+
+    def refusal(self) -> MootError | None:
+        return self.refused_with
+
+    def drafter_ids(self) -> frozenset[str] | None:
+        return self.drafters
+
+    def places(self) -> Places | None:
+        return self.room
+
+    def shortage(self) -> MootError | None:
+        return None

@@ -1,0 +1,1 @@
+"""What drives one request: drafters asked, votes, verification, commits."""

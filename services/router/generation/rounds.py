@@ -1,0 +1,303 @@
+"""The rounds of a request: plan, ask the drafters, vote, verify, commit, emit, learn. It knows no transport.
+
+Two tasks serve a request. One runs the rounds; the other, the caller's, commits what they bring to the store and hands
+it out, so that committing one round overlaps drafting and verifying the next and no token is shown before its commit.
+Whatever drafters, votes and moves do, only the verifier's tokens reach the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from moot.core.errors import DeadlineExceeded, MootError, NoCapacity, PeerError, StoreError
+from moot.core.generation import Generation
+from moot.core.speculation.policy import Plan
+from moot.core.types import FinishReason, Verification
+from moot.drafters.base import Material
+from moot.runtime.metrics import Metrics
+from moot.runtime.tracing import traceparent_var
+from services.router.generation.counters import Known, RoundCounters
+from services.router.generation.electorate import Electorate
+from services.router.generation.ports import BallotBox, Prefix, Targets
+from services.router.generation.spans import Span, SpanQueue
+from services.router.generation.types import (
+    DrafterMetrics,
+    GenerationChunk,
+    GenerationMetrics,
+    GenerationRequest,
+    RequestRecord,
+    RequestStore,
+    TextAssembler,
+    TextDelta,
+)
+
+_log = logging.getLogger("moot.router.rounds")
+
+_RESUMABLE = (NoCapacity, DeadlineExceeded, PeerError)
+"""Faults around a request, not of it: its record stays open, so that it can be taken up again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a request's record says of the model."""
+
+    name: str
+    tokenizer_fingerprint: str
+
+
+class Rounds:
+    """The `Generator` of types.py."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        electorate: Electorate,
+        store: RequestStore,
+        model: ServedModel,
+        metrics: Metrics,
+        max_buffered_spans: int,
+    ) -> None:
+        self._targets = targets
+        self._electorate = electorate
+        self._store = store
+        self._model = model
+        self._metrics = metrics
+        self._counters = RoundCounters(metrics)
+        self._max_buffered_spans = max_buffered_spans
+        self.num_running = 0
+
+    async def generate(self, request: GenerationRequest, assembler: TextAssembler) -> AsyncIterator[GenerationChunk]:
+        """Chunks of one choice. Raises what Target.open does, StoreError when another router owns the request."""
+        spans = SpanQueue(self._max_buffered_spans)
+        course = _Course(self._targets, self._electorate, request, assembler, spans, self._metrics, self._counters)
+        task = asyncio.create_task(course.run())
+        committed, epoch = len(request.output_token_ids), request.epoch or 1
+        ending: FinishReason | None = FinishReason.ABORT
+        unsettled: Span | None = None
+        self.num_running += 1
+        try:
+            if not request.epoch:
+                await self._store.create(self._record(request))
+            while (span := await spans.take()) is not None:
+                unsettled = span
+                durable = await self._commit(request.request_id, epoch, committed, span)
+                unsettled = None
+                committed += len(span.token_ids)
+                self._metrics.generation_tokens.inc(len(span.token_ids))
+                if span.finish_reason is not None:
+                    ending = None
+                yield GenerationChunk(
+                    text=span.text,
+                    token_ids=span.token_ids,
+                    logprobs=span.logprobs,
+                    finish_reason=span.finish_reason,
+                    stop_reason=span.stop_reason,
+                    metrics=course.metrics() if span.finish_reason is not None else None,
+                    durable=durable,
+                )
+        except StoreError:
+            # Not ours any more: whoever owns the record decides about its end.
+            ending = None
+            raise
+        except MootError as error:
+            resumable = committed > len(request.output_token_ids) and isinstance(error, _RESUMABLE)
+            ending = None if resumable else FinishReason.ERROR
+            raise
+        except Exception:
+            ending = FinishReason.ERROR
+            raise
+        finally:
+            self.num_running -= 1
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            try:
+                if ending is not None:
+                    await self._close_record(request.request_id, epoch, committed, unsettled, ending)
+            finally:
+                self._store.release(request.request_id)
+
+    def _record(self, request: GenerationRequest) -> RequestRecord:
+        return RequestRecord(
+            request_id=request.request_id,
+            epoch=1,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.output_token_ids,
+            params=request.params,
+            model=self._model.name,
+            tokenizer_fingerprint=self._model.tokenizer_fingerprint,
+            stop_strings=request.stop_strings,
+            skip_special_tokens=request.skip_special_tokens,
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            body_fingerprint=request.body_fingerprint,
+        )
+
+    async def _commit(self, request_id: str, epoch: int, committed: int, span: Span) -> bool:
+        started = time.monotonic()
+        try:
+            return await self._store.commit(request_id, epoch, committed, span.token_ids, span.finish_reason)
+        finally:
+            self._metrics.store_commit_seconds.observe(time.monotonic() - started)
+
+    async def _close_record(
+        self, request_id: str, epoch: int, committed: int, unsettled: Span | None, reason: FinishReason
+    ) -> None:
+        """`unsettled`: the span whose commit was cut off. Whether it was applied is not known; sent again it counts
+        once."""
+        try:
+            if unsettled is not None:
+                await self._commit(request_id, epoch, committed, unsettled)
+                committed += len(unsettled.token_ids)
+            if unsettled is None or unsettled.finish_reason is None:
+                await self._store.commit(request_id, epoch, committed, (), reason)
+        except StoreError as error:
+            # It was never written, or it has ended or another owner by now: there is nothing left to close.
+            _log.debug("record not closed", extra={"cause": type(error).__name__})
+
+
+class _Course:
+    """One request from its opening to its end."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        electorate: Electorate,
+        request: GenerationRequest,
+        assembler: TextAssembler,
+        spans: SpanQueue,
+        metrics: Metrics,
+        counters: RoundCounters,
+    ) -> None:
+        self._generation = Generation(request.prompt_token_ids, request.params, list(request.output_token_ids))
+        self._prefix = Prefix(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            params=request.params,
+            output_token_ids=self._generation.output_token_ids,
+            cache_salt=request.cache_salt,
+            traceparent=traceparent_var.get(),
+            material=Material(
+                prompt_length=len(request.prompt_token_ids),
+                prediction_token_ids=request.prediction_token_ids,
+                siblings=request.siblings,
+                choice_index=request.choice_index,
+            ),
+        )
+        self._prefix.note(())
+        self._voters = electorate.open(self._prefix, request.drafters, request.num_speculative_tokens)
+        self._targets = targets
+        self._target = targets.target(self._prefix, self._voters.num_top_candidates)
+        self._assembler = assembler
+        self._spans = spans
+        self._metrics = metrics
+        self._counters = counters
+        self._known: Known = {}
+        self._asked: tuple[Plan, BallotBox] | None = None
+        """What the next round has asked already."""
+        self._busy_s = 0.0
+        """How long this process has been busy with the round under way; never while it waited for others."""
+
+    async def run(self) -> None:
+        """Ends the spans in every case, and frees drafters and verifier in every case."""
+        generation = self._generation
+        error: BaseException | None = None
+        try:
+            self._voters.prepare()
+            opening = await self._target.open()
+            self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
+            await self._commit_opening(opening)
+            while not generation.is_finished:
+                await self._round()
+        except Exception as caught:  # noqa: BLE001 - raised again to whoever reads the spans
+            error = caught
+        finally:
+            self._target.end(aborted=not generation.is_finished)
+            self._voters.end(aborted=not generation.is_finished)
+            self._spans.end(error)
+
+    async def _round(self) -> None:
+        voters, target, generation = self._voters, self._target, self._generation
+        plan, box = self._asked or await self._ask()
+        self._asked = None
+        proposals = await voters.collect(box, plan, self._targets.vocab_size)
+        draft_seconds = voters.draft_seconds
+        began = time.perf_counter()
+        result = voters.vote(plan, proposals, target.verifier_id)
+        own_seconds = self._busy_s + time.perf_counter() - began
+        verification, moved = await target.verify(result.draft)
+        if moved:
+            return await self._commit_opening(verification)
+        delta = self._assembler.push(verification.output_token_ids)
+        advance = generation.advance(
+            verification, result.draft, proposals, result.winner_ids, delta.num_tokens_kept, delta.stopped
+        )
+        round_seconds = voters.draft_seconds
+        voters.hear_inside(verification)
+        await self._emit(verification, delta)
+        try:
+            if not generation.is_finished:
+                # Drafters work while the router learns; so K knows the rounds before this one.
+                self._asked = await self._ask()
+                if self._asked[1].is_waiting:
+                    await asyncio.sleep(0)  # let the questions be written first
+        finally:
+            began = time.perf_counter()
+            voters.learn(plan, result, advance, verification, draft_seconds, round_seconds, own_seconds)
+            self._counters.count(result.draft, advance, generation, self._known)
+            num_tokens, verify_seconds = len(advance.token_ids), round_seconds - draft_seconds
+            self._counters.time(verification, num_tokens, draft_seconds, verify_seconds)
+            self._busy_s += time.perf_counter() - began
+
+    async def _ask(self) -> tuple[Plan, BallotBox]:
+        """Plan a round and ask the drafters, as soon as there is room for its draft."""
+        voters = self._voters
+        await self._target.room()
+        began = time.perf_counter()
+        plan = voters.plan(self._generation, self._targets.context_limit, self._targets.max_draft_tokens)
+        box = voters.ask(plan)
+        self._busy_s = time.perf_counter() - began
+        return plan, box
+
+    async def _commit_opening(self, verification: Verification) -> None:
+        """The first token, or the first one after a move. It is no round."""
+        delta = self._assembler.push(verification.output_token_ids)
+        self._generation.open(verification, delta.num_tokens_kept, delta.stopped)
+        self._voters.hear_inside(verification)
+        await self._emit(verification, delta)
+
+    async def _emit(self, verification: Verification, delta: TextDelta) -> None:
+        generation, kept = self._generation, delta.num_tokens_kept
+        self._prefix.note(verification.top_candidates)
+        token_ids, text = verification.output_token_ids[:kept], delta.text
+        stop_reason: str | int | None = delta.stop_reason
+        if generation.is_finished and not delta.stopped:
+            text += self._assembler.flush()
+            stop_reason = self._stop_token(token_ids)
+        logprobs = verification.logprobs[:kept]
+        await self._spans.put(Span(token_ids, text, logprobs, generation.finish_reason, stop_reason))
+
+    def _stop_token(self, token_ids: tuple[int, ...]) -> int | None:
+        """The id that ended the request, where it is one of the caller's own."""
+        generation = self._generation
+        if generation.finish_reason is not FinishReason.STOP or token_ids[-1] not in generation.params.stop_token_ids:
+            return None
+        return token_ids[-1]
+
+    def metrics(self) -> GenerationMetrics:
+        generation = self._generation
+        return GenerationMetrics(
+            num_prompt_tokens=len(generation.prompt_token_ids),
+            num_output_tokens=len(generation.output_token_ids),
+            num_cached_tokens=generation.num_cached_tokens,
+            num_rounds=generation.num_rounds,
+            num_draft_tokens=generation.num_draft_tokens,
+            num_accepted_tokens=generation.num_accepted_tokens,
+            num_accepted_tokens_per_position=tuple(generation.num_accepted_tokens_per_position),
+            drafters={
+                drafter_id: DrafterMetrics(count.num_proposed_tokens, count.num_accepted_tokens, count.num_votes_won)
+                for drafter_id, count in generation.drafters.items()
+            },
+        )

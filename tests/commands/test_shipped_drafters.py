@@ -1,0 +1,142 @@
+"""The drafters that come with the package: they are there, small, described, and propose."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moot.core.errors import ConfigError
+from moot.core.types import SamplingParams
+from moot.drafters.attached.recurrent_head import RecurrentHead, embed
+from moot.drafters.base import Ask, parse_entries
+from moot.drafters.registry import create
+from moot.replay.recorder import num_bytes_of
+from moot.shipped import FOLDER, PREFIX, locate, shipped_names
+
+NAMES = shipped_names()
+KINDS = {"heads", "ngram", "suffix"}
+PROPOSING = tuple(name for name in NAMES if not name.startswith("heads"))
+FIELDS = {"neural": "model", "ngram": "table", "suffix": "datastore"}
+MOST_BYTES = 40_000_000
+VOCAB_SIZE = 49_152
+FINGERPRINT = "2f1659094c0c97bb16ea4fb76b234dac2809218d2e05a81ae0ba20dd59758d6e"
+"""Of SmolLM2's tokenizer."""
+BEGIN_OF_TURN = 1
+"""Its <|im_start|>."""
+
+
+def options(name: str) -> tuple[str, dict[str, object]]:
+    """The kind and the options that name a shipped drafter as a person would."""
+    kind = name.partition("-")[0]
+    given: dict[str, object] = {FIELDS[kind]: PREFIX + name}
+    return kind, given | ({"device": "cpu"} if kind == "neural" else {"vocab_size": VOCAB_SIZE})
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    """Ids as the target writes them."""
+    tokens = np.load(locate("shipped@suffix-smollm2-135m") / "tokens.npy", mmap_mode="r")
+    return [int(token) for token in tokens[1:9]]
+
+
+def test_all_are_there_and_small() -> None:
+    """A copy of the package has every drafter, whole files and no links, and together they stay within 40 MB."""
+    assert {name.removesuffix("-smollm2-135m") for name in NAMES} >= KINDS
+    files = [path for path in FOLDER.rglob("*") if not path.is_dir()]
+    assert not any(path.is_symlink() for path in files)
+    assert sum(path.stat().st_size for path in files) <= MOST_BYTES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_card_says_how_it_was_made(name: str) -> None:
+    """Data, steps, seed, acceptance, license and the command, and nothing of the machine that made it."""
+    card = (locate(PREFIX + name) / "README.md").read_text()
+    assert "Apache-2.0" in card
+    assert "ends in 7" in card
+    assert re.search(rf"^    moot (train|index) .*--out {name}$", card, re.MULTILINE)
+    assert not re.search(r"/root|/home|/tmp", card)
+    assert re.search(r"mean acceptance length, K = 8 \| [12]\.\d+", card)
+    assert re.search(r"\| text: settings: seed \| \d+ \|", card)
+    assert re.search(r"\| positions \| \d{7} \|", card)
+    if name.startswith(("heads", "neural")):
+        assert re.search(r"\| steps \| \d+ \|", card)
+
+
+@pytest.mark.parametrize("name", PROPOSING)
+def test_it_proposes(name: str, prompt: list[int]) -> None:
+    """Named `shipped@NAME` it loads without its target, knows its tokenizer and proposes ids of its vocabulary."""
+    kind, given = options(name)
+    proposer = create(kind, given, FINGERPRINT)
+    assert proposer.tokenizer_fingerprint == FINGERPRINT
+    ((chain,),) = proposer.propose([Ask(proposer.open(prompt, SamplingParams()), 8)])
+    assert 1 <= len(chain.token_ids) <= 8
+    assert all(0 <= token < VOCAB_SIZE for token in chain.token_ids)
+    assert all(0 <= byte <= 255 for byte in chain.confidences)
+
+
+@pytest.mark.parametrize("name", PROPOSING)
+def test_another_tokenizer_is_refused(name: str) -> None:
+    """Where other ids are served it never starts: its proposals would be noise."""
+    kind, given = options(name)
+    with pytest.raises(ConfigError, match=FINGERPRINT):
+        create(kind, given, "0" * 64)
+
+
+def test_the_head_steps() -> None:
+    """The recurrent head loads, says whose it is, and its outputs are distinct ids of the vocabulary; any state and
+    token give finite logits."""
+    head, config = RecurrentHead.load(locate("shipped@heads-smollm2-135m"))
+    assert config["tokenizer_fingerprint"] == FINGERPRINT
+    ids = head.get_buffer("token_ids")
+    assert len(ids.unique()) == len(ids) == head.shape.vocab
+    assert 0 <= int(ids.min()) <= int(ids.max()) < VOCAB_SIZE
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(64, head.shape.state, generator=generator).to(torch.bfloat16)
+    states = torch.randn(3, head.shape.state, generator=generator)
+    rows = torch.randn(head.shape.vocab, head.shape.state, generator=generator).to(torch.bfloat16)
+    with torch.inference_mode():
+        states = head.advance(states, embed(table, torch.zeros(3, head.shape.tokens, dtype=torch.int64)))
+        logits = head.logits(states, rows)
+    assert logits.shape == (3, head.shape.vocab + 1)
+    assert bool(logits.isfinite().all())
+
+
+def test_the_heads_ids_are_ordered_by_frequency() -> None:
+    """The first ids are those that the target wrote most: of its answers in the datastore they hold more than any other
+    so many ids do, within a hundredth."""
+    head, _ = RecurrentHead.load(locate("shipped@heads-smollm2-135m"))
+    ids = head.get_buffer("token_ids").numpy()
+    tokens = np.load(locate("shipped@suffix-smollm2-135m") / "tokens.npy")
+    counts = np.bincount(tokens[tokens < VOCAB_SIZE], minlength=VOCAB_SIZE)
+    best = np.sort(counts)[::-1]
+    for number in (256, 2048, 4096):
+        assert counts[ids[:number]].sum() >= 0.99 * best[:number].sum()
+
+
+def test_the_datastore_holds_answers_alone() -> None:
+    """What prompts and templates are made of is not in it: no id that opens a turn."""
+    folder = locate("shipped@suffix-smollm2-135m")
+    assert not np.any(np.load(folder / "tokens.npy") == BEGIN_OF_TURN)
+    assert json.loads((folder / "meta.json").read_text())["tokenizer"] == FINGERPRINT
+
+
+def test_names_that_are_none_are_refused(tmp_path: Path) -> None:
+    """An unknown name lists those there are; nothing else is taken for one."""
+    with pytest.raises(ConfigError, match="ngram-smollm2-135m"):
+        locate("shipped@nothing")
+    with pytest.raises(ConfigError, match="shipped@../drafters"):
+        locate("shipped@../drafters/ngram-smollm2-135m")
+    assert locate(tmp_path) == tmp_path
+    assert locate("org/name") == Path("org/name")
+
+
+def test_a_drafter_on_a_command_line() -> None:
+    """A shipped name goes through the notation of drafters on a command line, and its bytes are counted."""
+    (entry,) = parse_entries(["t=ngram:table=shipped@ngram-smollm2-135m:max_order=2"], "--drafters")
+    assert create(entry.kind, {"vocab_size": VOCAB_SIZE, **entry.options}).tokenizer_fingerprint == FINGERPRINT
+    assert num_bytes_of(entry) > 1_000_000

@@ -1,0 +1,77 @@
+"""Whether cheap proposals make dear ones needless: expected tokens, by each drafter's own hit rates."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moot.core.errors import ConfigError
+from moot.core.generation import Generation
+from moot.core.speculation.panel import ALWAYS_ASK, expected_share, is_dear
+from moot.core.speculation.policy import make_policy
+from moot.core.types import Proposal, SamplingParams
+from moot.core.voting.calibration import Calibration
+
+bytes_ = st.lists(st.integers(0, 255), min_size=1, max_size=12)
+
+
+@given(
+    confidences=st.lists(bytes_, max_size=4), num_tokens=st.integers(1, 9), hits=st.lists(st.booleans(), max_size=30)
+)
+@settings(max_examples=200, deadline=None)
+def test_the_share_is_the_best_expectation(confidences: list[list[int]], num_tokens: int, hits: list[bool]) -> None:
+    """Against the definition: over K, the sum over depths of the chance that all tokens up to there are right."""
+    calibration = Calibration()
+    for index, hit in enumerate(hits):
+        calibration.of("d0").record(16 * (index % 16), index % 8, hit)
+    proposals = [Proposal(f"d{index % 2}", tuple(range(len(row))), tuple(row)) for index, row in enumerate(confidences)]
+    expected = 0.0
+    for proposal in proposals:
+        rates = [
+            calibration.of(proposal.drafter_id).rate(byte, depth) for depth, byte in enumerate(proposal.confidences)
+        ]
+        total = 0.0
+        for depth in range(min(len(rates), num_tokens)):
+            chance = 1.0
+            for rate in rates[: depth + 1]:
+                chance *= rate
+            total += chance
+        expected = max(expected, total / num_tokens)
+    share = expected_share(proposals, calibration, num_tokens)
+    assert share == pytest.approx(expected)
+    assert 0.0 <= share < ALWAYS_ASK
+
+
+def test_a_short_proposal_leaves_room_for_others() -> None:
+    """However sure, two tokens are no more than a quarter of eight; a proposal without confidences counts as well."""
+    calibration = Calibration()
+    for _ in range(500):
+        for depth in range(8):
+            calibration.of("sure").record(255, depth, hit=True)
+            calibration.of("plain").record(0, depth, hit=True)
+    assert 0.2 < expected_share([Proposal("sure", (1, 2), (255, 255))], calibration, 8) < 0.25
+    assert expected_share([Proposal("sure", (1,) * 8, (255,) * 8)], calibration, 8) > 0.9
+    assert expected_share([Proposal("plain", (1,) * 8)], calibration, 8) > 0.9
+    assert expected_share([Proposal("new", (1,) * 8, (255,) * 8)], calibration, 8) < 0.1
+
+
+def test_dear_is_a_part_of_the_round() -> None:
+    """Who is not known yet is asked; who answers within a hundredth of a round is not worth sparing."""
+    assert not is_dear(None, 0.040)
+    assert not is_dear(0.002, None)
+    assert not is_dear(0.0004, 0.040)
+    assert is_dear(0.004, 0.040)
+
+
+def test_without_a_cascade_nobody_is_dear_and_nothing_is_sure() -> None:
+    """The default asks everybody, whatever is known; a cascade of 0 is sure as soon as anything was proposed or not."""
+    proposals = [Proposal("a", (1,) * 4, (255,) * 4)]
+    for cascade, sure in ((ALWAYS_ASK, False), (0.01, True), (0.0, True)):
+        policy = make_policy(length="fixed", num_speculative_tokens=4, cascade=cascade).open(["a"])
+        plan = policy.plan(Generation((1,), SamplingParams(max_tokens=50)), 100)
+        assert policy.is_sure(plan, proposals) is sure
+        assert not policy.is_dear(10.0)  # no round was seen yet
+    for bad in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ConfigError, match="cascade"):
+            make_policy(cascade=bad)

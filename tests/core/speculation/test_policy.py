@@ -1,0 +1,327 @@
+"""The bundle as a round uses it: plan, vote, learn. Whatever it learns or is told, the text stays the target's."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moot.core.acceptance import walk
+from moot.core.errors import ConfigError
+from moot.core.generation import Advance, Generation
+from moot.core.speculation.length import LENGTHS, Load
+from moot.core.speculation.policy import Plan, PoolPolicy, RequestPolicy, learn_ballot, make_policy
+from moot.core.types import Draft, FinishReason, Proposal, SamplingParams, Verification
+from moot.core.voting.calibration import Calibration, ShareAcceptance
+from moot.core.voting.tree import SHAPES
+from moot.core.voting.voting import POLICIES, vote
+from moot.core.voting.weights import WEIGHTS
+
+VOCAB = 50
+CONTEXT = 4096
+
+
+def target(position: int) -> int:
+    return (position * position * 7 + position // 3) % VOCAB
+
+
+class Script:
+    """A drafter of tests: the true continuation, wrong from a drawn place on."""
+
+    def __init__(self, drafter_id: str, right: int, confidence: int = 128) -> None:
+        self.drafter_id, self.right, self.confidence = drafter_id, right, confidence
+
+    def propose(self, position: int, k: int) -> Proposal:
+        ids = tuple(target(position + i) if i < self.right else (target(position + i) + 1) % VOCAB for i in range(k))
+        return Proposal(self.drafter_id, ids, (self.confidence,) * k)
+
+
+def one_round(
+    policy: RequestPolicy, state: Generation, drafters: list[Script], seconds_of_step: float = 0.037, requests: int = 1
+) -> int:
+    """One round as a router drives it; the K asked for is returned."""
+    plan = policy.plan(state, CONTEXT)
+    k = plan.num_speculative_tokens
+    proposals = [drafter.propose(state.base_length, k) for drafter in drafters if k]
+    result = policy.vote(plan, proposals)
+    base = state.base_length
+    found = walk(result.draft, lambda node, path: target(base + len(path)), lambda t, n: False, state.num_remaining)
+    verification = Verification(
+        base,
+        found.num_accepted,
+        found.output_token_ids,
+        found.finish,
+        forward_us=round(seconds_of_step * 1e6),
+        batch_requests=requests,
+        batch_tokens=requests * (1 + len(result.draft)),
+    )
+    advance = state.advance(verification, result.draft, proposals, result.winner_ids)
+    policy.learn(plan, result, advance, verification, draft_seconds=0.0005)
+    return k
+
+
+def start(max_tokens: int = 64) -> Generation:
+    state = Generation((1, 2, 3), SamplingParams(max_tokens=max_tokens))
+    state.open(Verification(3, 0, (target(3),)))
+    return state
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(sorted(SHAPES)),
+    st.sampled_from(sorted(WEIGHTS)),
+    st.sampled_from(LENGTHS),
+    st.lists(st.integers(0, 8), max_size=4),
+    st.integers(1, 40),
+    st.one_of(st.none(), st.integers(0, 9)),
+)
+def test_every_bundle_yields_the_targets_text(
+    vote_name: str, shape: str, weights: str, length: str, rights: list[int], max_tokens: int, asked: int | None
+) -> None:
+    """Any policy, electorate (none included) and K: the target's ids, exactly max_tokens of them, counters in order."""
+    pool = make_policy(vote=vote_name, shape=shape, weights=weights, length=length)
+    drafters = [Script(f"d{i}", right) for i, right in enumerate(rights)]
+    policy = pool.open([drafter.drafter_id for drafter in drafters], asked)
+    state = start(max_tokens)
+    while not state.is_finished:
+        one_round(policy, state, drafters)
+        assert state.num_rounds <= max_tokens
+    policy.close()
+    assert state.output_token_ids == [target(3 + i) for i in range(max_tokens)]
+    assert sum(state.num_accepted_tokens_per_position) == state.num_accepted_tokens <= state.num_draft_tokens
+    if asked == 0:
+        assert state.num_draft_tokens == 0
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    """A misspelt policy fails at start and says what there is."""
+    for key, listed in (
+        ("vote", "majority, calibrated, accumulated, best"),
+        ("shape", "chain, siblings, tree"),
+        ("weights", "hedge, minions, uniform"),
+        ("length", "goodput, minions, fixed"),
+    ):
+        with pytest.raises(ConfigError, match=f"unknown {key} 'nope'; known: {listed}"):
+            make_policy(**{key: "nope"})  # type: ignore[arg-type]  # one name at a time
+    with pytest.raises(ConfigError, match="negative"):
+        make_policy(num_speculative_tokens=-1)
+
+
+def test_a_request_may_fix_its_length_or_refuse_drafting() -> None:
+    """0: no drafting; n: always n, not above the pool's; None: the policy decides."""
+    pool = make_policy(num_speculative_tokens=6)
+    state = start()
+    assert pool.open(["a"], 0).plan(state, CONTEXT).num_speculative_tokens == 0
+    assert pool.open(["a"], 3).plan(state, CONTEXT).num_speculative_tokens == 3
+    assert pool.open(["a"], 99).plan(state, CONTEXT).num_speculative_tokens == 6
+    assert 0 <= pool.open(["a"]).plan(state, CONTEXT).num_speculative_tokens <= 6
+    assert pool.open(["a"], 3).plan(state, CONTEXT).value is None
+
+
+def test_a_plan_respects_context_and_remaining_tokens() -> None:
+    """prefix 4 of 8: K is 3 at most; two tokens left: K is 1 at most; nothing to draft, no budget either."""
+    policy = make_policy().open(["a"], 8)
+    assert policy.plan(start(), 8).num_speculative_tokens == 3
+    assert policy.plan(start(3), CONTEXT).num_speculative_tokens == 1
+    none = policy.plan(start(2), CONTEXT)
+    assert (none.num_speculative_tokens, none.max_draft_tokens) == (0, 0)
+
+
+def test_the_calibrated_bundle_learns_whom_to_believe() -> None:
+    """Two weak drafters of one mind against one good one: after some rounds most of its tokens are accepted."""
+    pool = make_policy(shape="chain", length="fixed", num_speculative_tokens=4)
+    drafters = [Script("good", 4, 200), Script("weak", 0, 90), Script("weaker", 0, 90)]
+    policy = pool.open([d.drafter_id for d in drafters])
+    state = start(400)
+    for _ in range(20):
+        one_round(policy, state, drafters)
+    before = state.num_accepted_tokens
+    for _ in range(20):
+        one_round(policy, state, drafters)
+    assert state.num_accepted_tokens - before == 80
+    assert state.drafters["good"].num_votes_won >= 20
+    assert max(policy.weights, key=lambda id_: policy.weights[id_]) == "good"
+
+
+def test_what_a_request_learned_serves_the_next() -> None:
+    """Weights flow back when it closes; tables are the pool's; a forgotten drafter starts anew."""
+    pool = make_policy(length="fixed", num_speculative_tokens=4)
+    drafters = [Script("good", 4), Script("weak", 0)]
+    first = pool.open(["good", "weak"])
+    state = start(200)
+    for _ in range(30):
+        one_round(first, state, drafters)
+    first.close()
+    second = pool.open(["good", "weak"])
+    assert second.weights["good"] > 0.5 > second.weights["weak"]
+    assert pool.calibration.of("good").rate(128, 0) > 0.8
+    pool.forget("good")
+    assert pool.calibration.of("good").rate(128, 0) < 0.5
+    assert pool.pool_weights.start(["good"]) == {"good": 1.0}
+
+
+def test_pools_do_not_share_what_they_learned() -> None:
+    """Nothing learned in one run reaches the next: a second bundle from the same names starts from the priors."""
+    used = make_policy(length="fixed")
+    policy, state = used.open(["a"]), start(100)
+    for _ in range(10):
+        one_round(policy, state, [Script("a", 8)])
+    policy.close()
+    fresh = make_policy(length="fixed")
+    assert fresh.calibration.of("a").rate(128, 0) == pytest.approx(1 / 3)
+    assert fresh.acceptance.rate(0.5, 0) == pytest.approx(0.5)
+
+
+def learned(token_ids: tuple[int, ...], *proposals: Proposal) -> tuple[Calibration, ShareAcceptance]:
+    calibration, acceptance = Calibration(), ShareAcceptance()
+    result = vote(proposals, {}, policy="calibrated", shape="tree", calibration=calibration)
+    learn_ballot(result, token_ids, calibration, acceptance)
+    return calibration, acceptance
+
+
+def test_a_token_counts_only_where_the_proposal_was_right_up_to_it() -> None:
+    """(1, 9, 3) against the text 1 2 3: a hit, a miss, and nothing about the third although it is equal."""
+    calibration, _ = learned((1, 2, 3), Proposal("a", (1, 9, 3), (255, 128, 0)))
+    prior = Calibration().of("a").rate(0, 0)
+    table = calibration.of("a")
+    assert table.rate(255, 0) > prior > table.rate(128, 1)
+    assert table.rate(0, 2) == pytest.approx(prior)
+
+
+def test_the_end_of_the_committed_text_is_not_a_miss() -> None:
+    """(1, 2, 3) against the text 1 2: two hits, and the third is not known yet."""
+    calibration, _ = learned((1, 2), Proposal("a", (1, 2, 3), (255, 128, 0)))
+    prior = Calibration().of("a").rate(0, 0)
+    assert calibration.of("a").rate(128, 1) > prior
+    assert calibration.of("a").rate(0, 2) == pytest.approx(prior)
+
+
+def test_losers_that_were_not_verified_teach_as_well() -> None:
+    """The target's next token is known whether or not it was in the draft: the loser's hit counts."""
+    calibration = Calibration()
+    proposals = [Proposal("a", (7,), (10,)), Proposal("b", (5,), (10,))]
+    result = vote(proposals, {}, policy="calibrated", shape="chain", calibration=calibration)
+    assert result.draft == Draft.chain((5,))
+    learn_ballot(result, (7,), calibration, ShareAcceptance())
+    assert calibration.of("a").rate(10, 0) > calibration.of("b").rate(10, 0)
+
+
+def test_a_gap_in_the_text_settles_open_gains() -> None:
+    """A verifier was lost and the opening elsewhere committed a token that no round showed: later tokens must not be
+    compared with the proposals of before the gap, where they would fit by accident."""
+
+    def weights_after(gap: int) -> float:
+        policy = make_policy(length="fixed", num_speculative_tokens=4, shape="chain").open(["a", "b"])
+        plan = policy.plan(start(), CONTEXT)
+        result = policy.vote(plan, [Proposal("a", (1, 2, 3, 3)), Proposal("b", (1, 9))])
+        policy.learn(plan, result, Advance(4, (1, 2), 1, None), Verification(4, 1, (1, 2)), 0.0)
+        nothing = policy.vote(plan, [])
+        policy.learn(plan, nothing, Advance(6 + gap, (3, 3), 0, None), Verification(6 + gap, 0, (3, 3)), 0.0)
+        return policy.weights["a"]
+
+    assert weights_after(gap=0) > weights_after(gap=1) > 0.5
+
+
+def test_a_slower_step_is_paid_by_every_request_of_it() -> None:
+    """A node that saves its request a third of a step, where a row more makes the step a quarter longer: alone it is
+    sent, among four that wait for the step it is not."""
+    sent = []
+    for load in (Load(1, 0), Load(4, 3)):
+        pool = make_policy()
+        for size in range(1, 13):
+            for _ in range(20):
+                pool.verify_cost.observe(size, 0.03 * (0.75 + 0.25 * size))
+        policy = pool.open(["a"])
+        plan = policy.plan(start(), CONTEXT, load)
+        sent.append(len(policy.vote(Plan(1, 16, plan.value), [Script("a", 8).propose(4, 1)]).draft))
+    assert sent == [1, 0]
+
+
+def drive(pool: PoolPolicy, rounds: int, slope: float, requests: int, right: int = 5) -> list[int]:
+    """Rounds of one request among `requests` alike, on a verifier whose step costs base + slope * tokens."""
+    policy = pool.open(["a"])
+    state = start(100_000)
+    asked: list[int] = []
+    drafted = 0
+    for _ in range(rounds):
+        plan_tokens = requests * (1 + drafted)
+        asked.append(one_round(policy, state, [Script("a", right)], 0.03 + slope * plan_tokens, requests))
+        drafted = asked[-1]
+    return asked
+
+
+def test_drafting_stops_at_saturation_and_returns_with_room() -> None:
+    """C32: where every token of a step costs the same, K is 0 with many requests; alone on a flat cost it is long."""
+    pool = make_policy()
+    assert drive(pool, 60, slope=0.0002, requests=1)[-1] >= 4
+    for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+        for _ in range(15):
+            pool.verify_cost.observe(size, 0.03 if size <= 16 else 0.03 * size / 16)
+    policy = pool.open(["a"])
+    assert policy.plan(start(), CONTEXT, Load(64, 63)).num_speculative_tokens == 0
+    assert policy.plan(start(), CONTEXT, Load(1, 0)).num_speculative_tokens >= 4
+
+
+def test_nodes_that_do_not_pay_are_not_verified() -> None:
+    """A drafter known to be wrong costs nothing at the verifier: its tokens are asked for now and then, not sent."""
+    pool = make_policy(num_speculative_tokens=4)
+    for _ in range(300):
+        pool.calibration.of("a").record(128, 0, False)
+    for size in (1, 2, 4, 8, 16):
+        for _ in range(15):
+            pool.verify_cost.observe(size, 0.03 + 0.01 * size)
+    policy = pool.open(["a"])
+    plan = policy.plan(start(), CONTEXT)
+    result = policy.vote(plan, [Script("a", 0).propose(4, 4)])
+    assert len(result.draft) == 0
+    assert result.agreement_ratio == 1.0
+
+
+def test_one_family_votes_as_one() -> None:
+    """Families named at admission reach the calibrated vote."""
+    pool = make_policy(shape="chain", length="fixed", num_speculative_tokens=1)
+    for _ in range(200):
+        pool.calibration.of("a").record(128, 0, _ % 10 < 7)
+        pool.calibration.of("b").record(128, 0, _ % 10 < 6)
+        pool.calibration.of("c").record(128, 0, _ % 10 < 6)
+    policy = pool.open(["a", "b", "c"])
+    proposals = [Proposal("a", (9,), (128,)), Proposal("b", (5,), (128,)), Proposal("c", (5,), (128,))]
+    plan = policy.plan(start(), CONTEXT)
+    assert policy.vote(plan, proposals).draft.token_ids == (5,)
+    pool.admit("b", "twins")
+    pool.admit("c", "twins")
+    assert policy.vote(plan, proposals).draft.token_ids == (9,)
+
+
+def test_the_request_ends_inside_a_draft_by_a_stop_string() -> None:
+    """C09 through the bundle: what was cut off reaches neither the counters nor the tables."""
+    pool = make_policy(length="fixed", num_speculative_tokens=4, shape="chain")
+    policy, state = pool.open(["a"]), start()
+    plan = policy.plan(state, CONTEXT)
+    proposal = Script("a", 4).propose(state.base_length, 4)
+    result = policy.vote(plan, [proposal])
+    ids = tuple(target(state.base_length + i) for i in range(5))
+    verification = Verification(state.base_length, 4, ids, forward_us=1000, batch_requests=1, batch_tokens=5)
+    advance = state.advance(verification, result.draft, [proposal], result.winner_ids, 2, stopped=True)
+    policy.learn(plan, result, advance, verification, 0.0)
+    policy.close()
+    assert (state.num_accepted_tokens, state.finish_reason) == (2, FinishReason.STOP)
+    table = pool.calibration.of("a")
+    assert table.rate(128, 1) > table.rate(128, 2) == table.rate(128, 7), "depth 2 has learned nothing of its own"
+    assert state.drafters["a"].num_accepted_tokens == 2
+
+
+def test_only_what_a_draft_adds_to_the_routers_work_counts() -> None:
+    """A round without a draft takes the router's own time, too: of a round that drafts only the difference is a
+    cost of drafting. A request that has ended is not waited for any more."""
+    pool = make_policy(num_speculative_tokens=4, length="fixed")
+    policy = pool.open(["a"])
+    verification = Verification(4, 0, (1,), forward_us=10_000, batch_requests=1, batch_tokens=1)
+    nothing = policy.vote(Plan(0, 0), [])
+    policy.learn(Plan(0, 0), nothing, Advance(4, (1,), 0, None), verification, 0.0, own_seconds=0.0003)
+    policy.learn(Plan(4, 8), nothing, Advance(5, (1,), 0, None), verification, 0.0, own_seconds=0.0007)
+    assert 0.0001 < pool.router_cost.seconds(4) < 0.0005
+    assert pool.num_open == 1
+    policy.close()
+    assert pool.num_open == 0

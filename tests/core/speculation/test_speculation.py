@@ -1,0 +1,414 @@
+"""Speculation length and the costs behind it: bounds, climbing, goodput, saturation, probing. C32 at core level."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moot.core.speculation.costs import DraftCost, VerifyCost
+from moot.core.speculation.length import (
+    Fixed,
+    Goodput,
+    Load,
+    Minions,
+    PositionAcceptance,
+    Probes,
+    RoundSample,
+    bound_length,
+)
+
+
+def test_length_is_bounded_by_context_and_by_what_may_still_be_emitted() -> None:
+    """prefix + K + 1 <= limit, and K + 1 <= remaining: the next token needs room as well; never negative."""
+    assert bound_length(8, 100, 200, 50) == 8
+    assert bound_length(8, 100, 105, 50) == 4
+    assert bound_length(8, 100, 101, 50) == 0
+    assert bound_length(8, 100, 90, 50) == 0
+    assert bound_length(8, 100, 200, 3) == 2
+    assert bound_length(8, 100, 200, 1) == 0
+    assert bound_length(8, 100, 200, 0) == 0
+
+
+def test_fixed_is_fixed() -> None:
+    """Whatever is observed."""
+    fixed = Fixed(5)
+    fixed.observe(RoundSample(5, 5, 0, 9.0))
+    assert fixed.next_length(Load(99)) == 5
+
+
+def drive_minions(policy: Minions, seconds_per_token: list[float]) -> list[int]:
+    lengths: list[int] = []
+    for seconds in seconds_per_token:
+        length = policy.next_length(Load())
+        lengths.append(length)
+        policy.observe(RoundSample(length, length, 1, 2 * seconds))
+    return [*lengths, policy.next_length(Load())]
+
+
+def test_minions_climbs_while_improving_and_backs_off_by_the_penalty() -> None:
+    """A falling line of verify time per token raises K by one, a rising one lowers it by the penalty; flat stays."""
+    improving = [1.0 - 0.05 * i for i in range(8)]
+    assert drive_minions(Minions(4, 8), improving)[-1] == 5
+    assert drive_minions(Minions(4, 8), improving[::-1])[-1] == 2
+    assert drive_minions(Minions(4, 8), [1.0] * 20)[-1] == 4
+
+
+def test_minions_stays_in_range() -> None:
+    """Never above the maximum, never below one: it cannot switch drafting off."""
+    improving = [1.0 - 0.01 * i for i in range(80)]
+    assert max(drive_minions(Minions(6, 8), improving)) == 8
+    assert min(drive_minions(Minions(4, 8), improving[::-1])) == 1
+
+
+def test_minions_waits_until_drafts_of_the_old_length_have_drained() -> None:
+    """Rounds of an older K still under way say nothing about the new one and must not fill its window."""
+    policy = Minions(4, 8)
+    assert drive_minions(policy, [1.0 - 0.05 * i for i in range(8)])[-1] == 5
+    for i in range(20):
+        policy.observe(RoundSample(4, 4, 1, 1.0 + i))
+    assert policy.next_length(Load()) == 5
+
+
+def goodput(
+    verify: VerifyCost | None = None, draft: DraftCost | None = None, pool: PositionAcceptance | None = None
+) -> Goodput:
+    return Goodput(8, verify or VerifyCost(), draft or DraftCost(), pool or PositionAcceptance(8))
+
+
+def rounds(policy: Goodput, acceptance: float, count: int, load: Load = Load()) -> list[int]:  # noqa: B008 - frozen
+    """Rounds in which the accepted length is `acceptance` of K, rounded."""
+    lengths: list[int] = []
+    for _ in range(count):
+        length = policy.next_length(load)
+        lengths.append(length)
+        policy.observe(RoundSample(length, length, round(acceptance * length)))
+    return lengths
+
+
+def measured(seconds_of: dict[int, float]) -> VerifyCost:
+    cost = VerifyCost()
+    for _ in range(20):
+        for size, seconds in seconds_of.items():
+            cost.observe(size, seconds)
+    return cost
+
+
+NEARLY_FREE = {1: 0.037, 2: 0.037, 4: 0.038, 8: 0.040, 16: 0.044, 32: 0.08, 64: 0.16, 128: 0.32, 576: 1.44}
+"""Two cores, bfloat16: flat to 16 tokens, straight from there."""
+
+
+def test_goodput_follows_acceptance() -> None:
+    """With cheap verification: drafts that are accepted get the longest K, drafts that never are get none."""
+    assert rounds(goodput(measured(NEARLY_FREE)), 1.0, 60)[-1] == 8
+    assert rounds(goodput(measured({1: 0.03, 2: 0.05, 4: 0.09, 8: 0.17, 16: 0.3})), 0.0, 60)[-1] == 0
+
+
+def test_goodput_is_the_argmax_of_tokens_per_second() -> None:
+    """Checked against the formula by hand: rates .5, T(K) = 1 + .3 K, so 1, 1.5/1.3, 1.75/1.6, ... and K = 1."""
+    policy = goodput(measured({n: 1.0 + 0.3 * (n - 1) for n in range(1, 17)}))
+    values = policy.goodputs([0.5] * 8, Load())
+    expected = [1.0, 1.5 / 1.3, 1.75 / 1.6]
+    assert values[:3] == pytest.approx(expected, rel=0.05)
+    assert max(range(9), key=values.__getitem__) == 1
+
+
+def test_a_busy_verifier_is_not_made_slower() -> None:
+    """C32: at saturation, where a token more costs a token's time, K is 0 for every request; when load falls it comes
+    back by itself, without a probe."""
+    policy = goodput(measured(NEARLY_FREE))
+    assert rounds(policy, 0.75, 40)[-1] >= 4
+    busy = rounds(policy, 0.75, 600, Load(num_requests=64))
+    assert set(busy[5:]) == {0}, "not even probes: no draft could pay there"
+    assert rounds(policy, 0.75, 3)[-1] >= 4
+
+
+def test_length_moves_for_a_clear_gain_only() -> None:
+    """Hysteresis: another K that is better by less than 5 % is left alone, one better by more is taken."""
+    verify = measured({n: 1.0 + 0.125 * (n - 1) for n in range(1, 65)})
+    first, second = Load(1), Load(2)
+    for hysteresis, moves in ((0.05, False), (0.0, True)):
+        policy = Goodput(8, verify, DraftCost(), PositionAcceptance(8), hysteresis=hysteresis)
+        before = policy.next_length(first)
+        values = policy.goodputs([0.6] * 8, second)
+        best = max(range(9), key=values.__getitem__)
+        assert best != before
+        assert values[before] < values[best] < 1.05 * values[before]
+        assert (policy.next_length(second) != before) is moves
+    far = Load(64)
+    policy = Goodput(8, verify, DraftCost(), PositionAcceptance(8))
+    assert policy.next_length(first) > policy.next_length(far) == 0
+
+
+def test_length_zero_probes_seldom_and_comes_back() -> None:
+    """At K = 0 a round in 8, 16, ... drafts; once probes are accepted, drafting returns."""
+    pool = PositionAcceptance(8)
+    policy = Goodput(8, measured({1: 0.03, 2: 0.038, 4: 0.05, 8: 0.08, 16: 0.16}), DraftCost(), pool)
+    lengths = rounds(policy, 0.0, 400)
+    zero_from = lengths.index(0)
+    probes = [i for i, length in enumerate(lengths[zero_from:]) if length]
+    assert probes
+    assert len(probes) <= 8
+    gaps = [b - a for a, b in itertools.pairwise(probes)]
+    assert gaps == sorted(gaps)
+    assert max(rounds(policy, 1.0, 3000)[-10:]) > 0
+
+
+def test_short_requests_probe_together() -> None:
+    """A pool whose every request is shorter than a probe's wait must still find out that drafting pays again."""
+    verify, probes, pool = measured({1: 0.03, 2: 0.038, 4: 0.05, 8: 0.08}), Probes(), PositionAcceptance(8, decay=0.99)
+    for _ in range(300):
+        pool.observe(RoundSample(8, 8, 0))
+    asked: list[int] = []
+    for _ in range(100):
+        asked += rounds(Goodput(8, verify, DraftCost(), pool, probes), 1.0, 5)
+    assert asked[:5] == [0] * 5
+    assert asked[-1] > 0
+
+
+def test_probes_wait_twice_as_long_each_time() -> None:
+    """Due after 8 rounds, then 16, 32, 64, at most 128; at once after an accepted one; anew when drafting pays."""
+    probes = Probes()
+    due = [i for i in range(400) if probes.is_due()]
+    assert [b - a for a, b in zip([-1, *due], due, strict=False)] == [9, 17, 33, 65, 129, 129]
+    probes.accepted()
+    assert [i for i in range(9) if probes.is_due()] == [0]
+    probes.start_over()
+    assert [i for i in range(12) if probes.is_due()] == [8]
+
+
+def test_an_ended_round_says_nothing_about_tokens_that_were_not_tried() -> None:
+    """The request ended after two accepted tokens: two hits, and no miss at the third."""
+    cut, missed = PositionAcceptance(4), PositionAcceptance(4)
+    cut.observe(RoundSample(4, 4, 2, is_cut=True))
+    missed.observe(RoundSample(4, 4, 2))
+    assert cut.rate(1) == missed.rate(1) > 0.6
+    assert cut.rate(2) == pytest.approx(0.6)
+    assert missed.rate(2) < 0.6
+    assert missed.rate(3) == pytest.approx(0.6)
+
+
+def test_a_request_starts_from_the_pool_and_goes_its_own_way() -> None:
+    """Few rounds: the pool's rate; many: its own."""
+    pool = PositionAcceptance(4, decay=0.99)
+    for _ in range(300):
+        pool.observe(RoundSample(4, 4, 4))
+    mine = PositionAcceptance(4, pool)
+    assert mine.rate(0) == pool.rate(0) > 0.9
+    for _ in range(60):
+        mine.observe(RoundSample(4, 4, 0))
+    assert mine.rate(0) < 0.4
+    assert pool.rate(0) > 0.9
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 600), st.floats(1e-4, 2.0)), max_size=60))
+def test_verify_cost_is_positive_and_never_falls_with_more_tokens(samples: list[tuple[int, float]]) -> None:
+    """Whatever noise is fed: finite, positive, monotone, so a marginal cost is never negative."""
+    cost = VerifyCost()
+    for size, seconds in samples:
+        cost.observe(size, seconds)
+    curve = [cost.seconds(n) for n in range(700)]
+    assert curve[0] > 0
+    assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(curve))
+    assert curve[-1] < float("inf")
+
+
+def test_verify_cost_learns_the_curve_and_changes() -> None:
+    """Between measured sizes it is straight; a machine that gets slower is followed; one pause is not believed."""
+    cost = measured({1: 0.03, 9: 0.04, 33: 0.1})
+    assert cost.seconds(1) == pytest.approx(0.03, rel=0.01)
+    assert cost.seconds(5) == pytest.approx(0.035, rel=0.01)
+    assert cost.seconds(33) == pytest.approx(0.1, rel=0.01)
+    assert cost.seconds(57) == pytest.approx(0.16, rel=0.01)
+    cost.observe(9, 5.0)
+    assert cost.seconds(9) < 0.06
+    for _ in range(80):
+        cost.observe(9, 0.08)
+    assert cost.seconds(9) == pytest.approx(0.08, rel=0.05)
+
+
+def test_what_a_slow_moment_said_is_forgotten() -> None:
+    """Two sizes alike, one last seen while the machine ran at a third of its speed: as it is not seen again, one sample
+    comes to outweigh what it was, and in the end nothing is left of it, so that it is tried like a new one. That must
+    not take longer than a few short answers."""
+    cost = measured({1: 0.03, 5: 0.03})
+    for _ in range(30):
+        cost.observe(5, 0.09)
+    for _ in range(460):
+        cost.observe(1, 0.03)
+    assert cost.seconds(5) > 0.05
+    after_some = cost.seconds(5)
+    cost.observe(5, 0.03)
+    assert cost.seconds(5) < 0.85 * after_some
+    for _ in range(501):
+        cost.observe(1, 0.03)
+    assert cost.seconds(5) < 0.033
+    assert cost.seconds(1) == pytest.approx(0.03, rel=0.01)
+
+
+def test_of_many_requests_that_draft_nothing_each_decides_now_and_then() -> None:
+    """On a full verifier every fourth round of a request at K = 0 decides anew, and drafting returns with the first
+    that does after the others have gone; a request that drafts, or is one of few, decides in every round."""
+    verify = measured({n: 0.03 * n for n in (1, 2, 4, 8, 16, 32, 64, 128, 576)})
+    decided: list[int] = []
+    policy = goodput(verify)
+    plain = policy.goodputs
+    policy.goodputs = lambda *rest: decided.append(1) or plain(*rest)  # type: ignore[func-returns-value,method-assign]
+    many = Load(64)
+    rounds(policy, 0.0, 40, many)
+    assert len(decided) <= 14
+    policy.observe(RoundSample(0, 0, 0))
+    flat = measured(NEARLY_FREE)
+    policy._verify_cost = flat
+    assert max(rounds(policy, 1.0, 60, Load(1))) > 0
+    decided.clear()
+    rounds(policy, 1.0, 10, Load(1))
+    assert len(decided) >= 10
+
+
+def test_draft_times_fade_while_nothing_is_drafted() -> None:
+    """What drafts took in a slow moment is half forgotten after a few hundred rounds without one, so that one that is
+    made then counts."""
+    cost = DraftCost()
+    for _ in range(50):
+        cost.observe(4, 0.1)
+    for _ in range(1000):
+        cost.observe(0, 0.0)
+    before = cost.seconds(4)
+    for _ in range(3):
+        cost.observe(4, 0.001)
+    assert cost.seconds(4) < 0.6 * before
+
+
+def test_verify_cost_ignores_what_is_no_measurement() -> None:
+    """An answer without timing must not make verification look free."""
+    cost = VerifyCost(prior_seconds=0.5)
+    for size, seconds in ((0, 1.0), (5, 0.0), (-1, 1.0), (5, float("nan")), (5, float("inf"))):
+        cost.observe(size, seconds)
+    assert cost.seconds(1) == 0.5
+
+
+def test_verify_cost_hopes_beyond_what_it_has_seen() -> None:
+    """Only one-token steps known: larger ones are taken to be slightly dearer, so that they are tried."""
+    cost = measured({1: 0.03})
+    assert 0.03 < cost.seconds(9) < 0.04
+
+
+def test_draft_cost_fits_start_and_slope() -> None:
+    """d0 + d1 K from rounds of different K; with one K only, in proportion to K; nothing for K = 0."""
+    cost = DraftCost()
+    assert cost.seconds(4) == 0.0
+    cost.observe(4, 0.010)
+    assert cost.seconds(8) == pytest.approx(0.020)
+    for _ in range(60):
+        cost.observe(2, 0.006)
+        cost.observe(4, 0.010)
+    assert cost.seconds(8) == pytest.approx(0.018, rel=0.05)
+    assert cost.seconds(0) == 0.0
+    cost.observe(0, 99.0)
+    assert cost.seconds(8) == pytest.approx(0.018, rel=0.05)
+
+
+def test_a_step_that_many_report_counts_once() -> None:
+    """Sixteen requests of one slow step say no more than one request alone would."""
+    together, alone = measured({9: 0.04}), measured({9: 0.04})
+    for _ in range(16):
+        together.observe(9, 0.08, weight=1 / 16)
+    alone.observe(9, 0.08)
+    assert together.seconds(9) == pytest.approx(alone.seconds(9), rel=0.01)
+
+
+def test_drafting_hides_in_the_steps_of_others() -> None:
+    """Where requests wait for the verifier in two groups, a draft that fits into the other group's step costs no time;
+    alone it does."""
+    verify, draft = measured({n: 0.03 for n in (1, 2, 4, 8, 16, 32)}), DraftCost()
+    for _ in range(50):
+        draft.observe(8, 0.024)
+    policy = goodput(verify, draft)
+    hidden, shown = policy.goodputs([0.5] * 8, Load(2, 2, num_turns=2.0)), policy.goodputs([0.5] * 8, Load(1))
+    assert max(range(9), key=hidden.__getitem__) == 8
+    assert max(range(9), key=shown.__getitem__) < 4
+
+
+def test_a_probe_that_costs_much_waits_longer() -> None:
+    """At most one percent of the time goes into probes: one that costs half a round comes once in fifty."""
+    probes = Probes(after=1, at_most=1)
+    assert sum(probes.is_due(0.5) for _ in range(1000)) <= 20
+
+
+def test_drafts_that_are_rarely_offered_are_rarely_paid_for() -> None:
+    """A pool whose drafters mostly abstain: half a token is offered per four asked for, and half of those are right.
+    Verifying them costs next to nothing per round, so that a new request drafts although one token in eight is right;
+    as many right ones among drafts that are always whole would not pay."""
+    verify = measured({n: 1.0 + 0.3 * (n - 1) for n in range(1, 17)})
+    first: dict[bool, int] = {}
+    for are_whole in (False, True):
+        pool = PositionAcceptance(8, decay=0.995)
+        for index in range(800):
+            is_offered = index % 4 == 0
+            num_offered = 4 if are_whole else 2 * is_offered
+            pool.observe(RoundSample(4, num_offered, 2 * (index % 8 == 0)))
+        first[are_whole] = Goodput(8, verify, DraftCost(), pool).next_length(Load())
+    assert first[False] > first[True] == 0
+
+
+def test_what_did_not_pay_is_not_forgotten_to_be_there() -> None:
+    """Nodes that were offered and not verified, because they did not pay under that load, count as offered."""
+    cut, whole = PositionAcceptance(8), PositionAcceptance(8)
+    for _ in range(50):
+        cut.observe(RoundSample(4, 0, 0, num_offered=4))
+        whole.observe(RoundSample(4, 4, 0))
+    assert cut.offered == whole.offered == pytest.approx(1.0)
+
+
+def test_drafts_of_which_nothing_is_sent_end() -> None:
+    """C32: a busy verifier, and a vote that sends no node of what is drafted. Such drafts look free and bring nothing,
+    whatever the acceptance of deeper tokens is taken to be: drafting stops, and comes back once it pays."""
+    policy = goodput(measured(NEARLY_FREE))
+    asked: list[list[int]] = []
+    for load, count in ((Load(1), 15), (Load(64), 60)):
+        asked.append([])
+        for _ in range(count):
+            length = policy.next_length(load)
+            asked[-1].append(length)
+            policy.observe(RoundSample(length, 0, 0))
+    quiet, busy = asked
+    assert min(quiet) > 0
+    assert busy[-20:] == [0] * 20
+    assert max(rounds(policy, 1.0, 600)[-10:]) > 0
+
+
+def test_a_draft_that_may_come_late_is_made_shorter() -> None:
+    """Two groups whose drafts fit just into each other's steps: with steady durations the longest, with varying ones,
+    which make many miss their step, a shorter one."""
+    chosen = []
+    for wobble in (0.0, 0.3):
+        verify, draft = VerifyCost(), DraftCost()
+        for index in range(400):
+            factor = 1 + (wobble if index % 2 else -wobble)
+            for size in (1, 2, 4, 8, 16, 32):
+                verify.observe(size, 0.03 * factor)
+            for length in (2, 4, 8):
+                draft.observe(length, 0.0035 * length * factor)
+        values = goodput(verify, draft).goodputs([0.8] * 8, Load(2, 2, num_turns=2.0))
+        chosen.append(max(range(9), key=values.__getitem__))
+    assert chosen[0] >= 7 > chosen[1]
+
+
+def test_requests_wait_for_the_router_while_it_drafts_for_one_another() -> None:
+    """What drafting takes of the router's own time is paid by every request that it serves: K that pays for one request
+    alone is not chosen by sixteen that the router drafts for one after the other before their step may begin."""
+    verify = measured({1: 0.012, 16: 0.013, 64: 0.015, 128: 0.02})
+    busy = DraftCost()
+    for length in (1, 2, 4, 8) * 10:
+        busy.observe(length, 0.0005 * length)
+    chosen = []
+    for load in (Load(1), Load(16, 15, num_own=1.0), Load(16, 15, num_own=16.0)):
+        policy = Goodput(8, verify, busy, PositionAcceptance(8), router_cost=busy)
+        chosen.append(policy.next_length(load))
+    assert chosen[0] > 0
+    assert chosen[1] > 0
+    assert chosen[2] == 0

@@ -1,0 +1,67 @@
+"""The drafter of your own in docs/drafters.md: what is printed there works as it stands."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from moot.core.errors import ConfigError
+from moot.core.types import SamplingParams
+from moot.drafters.base import Ask
+from moot.drafters.registry import BUILT_IN_KINDS, create, known_kinds
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "drafters.md").read_text()
+PARAMS = SamplingParams(temperature=0.0)
+
+
+def block(language: str, name: str) -> str:
+    """The code block of that language which begins with a comment that names the file."""
+    (found,) = [code for code in re.findall(rf"```{language}\n(.*?)```", DOCUMENT, re.DOTALL) if name in code[:60]]
+    return found
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The example as an installed package; returns a file of phrases."""
+    (tmp_path / "moot_phrases.py").write_text(block("python", "moot_phrases.py"))
+    groups = tomllib.loads(block("toml", "pyproject.toml"))["project"]["entry-points"]
+    info = tmp_path / "moot_phrases-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moot-phrases\nVersion: 1.0\n")
+    lines = [
+        line for group, names in groups.items() for line in (f"[{group}]", *(f"{k} = {v}" for k, v in names.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    phrases = tmp_path / "phrases.txt"
+    phrases.write_text("10 11 12 13 14\n11 20\n7 500 8\n")
+    return phrases
+
+
+def test_the_example_is_thirty_lines_and_proposes(installed: Path) -> None:
+    """Found by its entry point; it proposes the rest of the longest beginning, within K, width and vocabulary."""
+    code = block("python", "moot_phrases.py")
+    assert len([line for line in code.splitlines() if line and not line.startswith("#")]) <= 30
+    assert "phrases" in known_kinds()
+    proposer = create("phrases", {"vocab_size": 100, "path": str(installed)})
+    assert proposer.family == "phrases"
+    session = proposer.open([1, 2, 10, 11], PARAMS)
+    asks = [Ask(session, 2, 1), Ask(session, 8, 3), Ask(session, 1, 3)]
+    found = [[chain.token_ids for chain in chains] for chains in proposer.propose(asks)]
+    assert found == [[(12, 13)], [(12, 13, 14), (20,)], [(12,), (20,)]]
+    assert proposer.propose([Ask(session, 2)])[0][0].confidences == (63, 63)
+    proposer.extend(session, [7])
+    assert proposer.propose([Ask(session, 2)]) == [[]]  # 500 is outside the vocabulary
+    proposer.extend(session, [9])
+    assert proposer.propose([Ask(session, 2)]) == [[]]
+    with pytest.raises(ConfigError, match="needs option path"):
+        create("phrases", {"vocab_size": 100})
+
+
+def test_every_built_in_kind_has_its_section() -> None:
+    """No kind without what it is, what it costs and when it is right."""
+    for kind in BUILT_IN_KINDS:
+        assert f"\n### `{kind}`" in DOCUMENT, kind

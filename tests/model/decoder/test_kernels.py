@@ -1,0 +1,262 @@
+"""Compiled kernels: their numbers are the right ones, no row's depend on another's, and what happens without them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moot.model.cache.base import depths_of
+from moot.model.cache.contiguous import KvPool, KvShape, SequenceCache
+from moot.model.checks.rowcases import Case, cancelling
+from moot.model.decoder.by_kernels import StepPlan
+from moot.model.decoder.kernels import library
+from moot.model.decoder.kernels.library import CAttention, CNorm, Kernels, load_kernels
+from moot.model.decoder.kernels.products import KernelProduct
+from moot.model.decoder.layers import HeadShape
+from moot.model.layout import Segment, Step, plan_segment
+from moot.model.rows import NATURAL_KERNELS, TILE_ROWS, Padding
+from moot.shipped import cache_dir
+
+pytestmark = pytest.mark.usefixtures("inference")
+
+HEADS = HeadShape(query_heads=6, kv_heads=2, dim=64)
+
+
+@pytest.fixture
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    found = load_kernels(cache_dir())
+    if found is None:
+        pytest.skip("no kernels: this CPU has no AVX512-BF16, or there is no compiler")
+    return found
+
+
+def made(*sizes: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
+
+
+def test_norms_are_right(kernels: Kernels) -> None:
+    """Within a rounding of bfloat16 of float64, over rows of sizes from 1e-3 to 1e3; the sum is stored as rounded."""
+    sizes = torch.logspace(-3, 3, 70)[:, None]
+    hidden, delta = made(70, 96, seed=1) * sizes, made(70, 96, seed=2) * sizes
+    scale, out = torch.rand(96) + 0.5, torch.empty(70, 96, dtype=torch.bfloat16)
+    by = CNorm(scale.data_ptr(), 1e-5)
+    summed = hidden + delta
+    exact = summed.double()
+    expected = exact / (exact.square().mean(1, keepdim=True) + 1e-5).sqrt() * scale.double()
+    for addend in (delta, None):
+        kernels.norm(by, hidden, addend, out)
+        assert torch.equal(hidden, summed)
+        assert torch.allclose(out.double(), expected, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("outputs", [32, 45, 64, 16, 1000])
+@pytest.mark.parametrize("biased", [True, False])
+def test_products_are_right(kernels: Kernels, outputs: int, biased: bool) -> None:
+    """Within a rounding of float64 for any number of outputs; a row's bits are the same among any number of rows."""
+    x, weight = made(40, 96, seed=1), made(outputs, 96, seed=2)
+    bias = made(outputs, seed=3) if biased else None
+    product, single = KernelProduct(kernels, weight, bias), KernelProduct(kernels, weight, bias, single=True)
+    whole = product(x)
+    assert torch.equal(single(x).bfloat16(), whole)
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    size = x.double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)
+    assert ((whole.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * size).all()
+    assert ((single(x).double() - expected).abs() <= 1e-5 * size).all()
+    for count in range(1, 40):
+        assert torch.equal(product(x[:count]), whole[:count])
+        assert torch.equal(product(x[-count:]), whole[-count:])
+
+
+def test_gated_products_are_right(kernels: Kernels) -> None:
+    """silu(gate) times the rest within a rounding of float64, for gates from -120 to 120."""
+    gate, up = torch.linspace(-120, 120, 96).bfloat16()[:, None], made(96, 1, seed=4)
+    weight = torch.cat((gate, up)).repeat(1, 2) * torch.tensor([1.0, 0.0])
+    product = KernelProduct(kernels, weight.bfloat16(), None, gated=True)
+    x = torch.tensor([[1.0, 5.0], [-0.5, 7.0]]).bfloat16()
+    gates, ups = x[:, :1].double() * gate.double().T, x[:, :1].double() * up.double().T
+    assert torch.allclose(product(x).double(), gates * torch.sigmoid(gates) * ups, rtol=2**-7, atol=1e-35)
+
+
+def test_a_products_sums_do_not_depend_on_rows_or_threads(kernels: Kernels) -> None:
+    """Where every sum is nothing but the rounding of its parts, a row's bits are the same in any company."""
+    rows, weight = cancelling((TILE_ROWS,), (200,), 576, torch.Generator().manual_seed(0))
+    product = KernelProduct(kernels, weight.bfloat16(), None)
+    threads = torch.get_num_threads()
+    seen = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            case = Case(lambda index: product(rows.bfloat16()[index]), 256)
+            assert case.holds(Padding(1, 1))
+            seen.append(product(rows.bfloat16()))
+    finally:
+        torch.set_num_threads(threads)
+    assert seen[0].abs().max() > 0
+    assert all(torch.equal(each, seen[0]) for each in seen)
+
+
+def filled_cache(pool: KvPool, length: int, seed: int) -> SequenceCache:
+    cache = SequenceCache(pool)
+    cache.reserve(length + 40)
+    cache.data[:, :, :length] = made(1, 2, length, HEADS.kv_heads, HEADS.dim, seed=seed)
+    cache.length = length
+    return cache
+
+
+def pool() -> KvPool:
+    return KvPool(KvShape(1, HEADS.kv_heads, HEADS.dim, torch.bfloat16, torch.device("cpu")), 65536)
+
+
+def planned(cache: SequenceCache, start: int, parents: list[int]) -> Segment:
+    return plan_segment(cache, start, parents, depths_of(parents), NATURAL_KERNELS)
+
+
+def attended(kernels: Kernels, segments: list[Segment], projected: Tensor, window: int | None = None) -> Tensor:
+    """Of rows that are not turned: [rows, query heads, dim]."""
+    rows = len(projected)
+    turns = torch.tensor([1.0, 0.0]).repeat(rows, HEADS.dim // 2).contiguous()
+    plan = StepPlan(Step(segments, lambda: None), rows, turns, HEADS)
+    kernels.attend(plan.c_plan, CAttention(None, 0.0, 1.0, window or 0), 0, projected)
+    return plan.mixed.view(rows, HEADS.query_heads, HEADS.dim).clone()
+
+
+def reference(cache: SequenceCache, own: list[Tensor], query: Tensor, window: int | None) -> Tensor:
+    """In float64, of one row: own [2, kv_heads, dim] of each node on its path. Returns [query heads, dim]."""
+    keys, values = torch.cat((cache.data[0, :, : cache.length], torch.stack(own, 1)), 1).double()
+    if window is not None:
+        keys, values = keys[-window:], values[-window:]
+    group = HEADS.query_heads // HEADS.kv_heads
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    weights = torch.einsum("hd,shd->hs", query.double(), keys).softmax(1)
+    return torch.einsum("hs,shd->hd", weights, values)
+
+
+TREES = {"chain": [-1, 0, 1, 2, 3], "tree": [-1, 0, 0, 1, 2, 2, 5, -1], "row": [-1]}
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 37])
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 200, 255])
+@pytest.mark.parametrize("shape", TREES)
+def test_attention_is_right(kernels: Kernels, shape: str, length: int, window: int | None) -> None:
+    """Each row sees the committed tokens and its own path, within `window`; keys and values are stored."""
+    parents = TREES[shape]
+    cache = filled_cache(pool(), length, seed=length)
+    width = (HEADS.query_heads + 2 * HEADS.kv_heads) * HEADS.dim
+    projected = made(len(parents), width, seed=3, scale=0.4)
+    got = attended(kernels, [planned(cache, 0, parents)], projected, window)
+    queries, keys, values = projected.view(len(parents), -1, HEADS.dim).split([6, 2, 2], 1)
+    for node in range(len(parents)):
+        path, at = [], node
+        while at != -1:
+            path.insert(0, at)
+            at = parents[at]
+        own = [torch.stack((keys[each], values[each])) for each in path]
+        expected = reference(cache, own, queries[node], window)
+        assert (got[node].double() - expected).norm() < 0.01 * expected.norm() + 1e-9
+    cache.commit(path)
+    assert torch.equal(cache.data[0, :, length : cache.length], torch.stack(own, 1))
+
+
+def test_no_row_depends_on_its_company(kernels: Kernels) -> None:
+    """Alone, in a chain, in a tree, beside other requests, with one thread or two: the same bits."""
+    width = (HEADS.query_heads + 2 * HEADS.kv_heads) * HEADS.dim
+    projected = made(9, width, seed=4, scale=3.0)
+    threads = torch.get_num_threads()
+    found: dict[str, Tensor] = {}
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            chain = filled_cache(pool(), 77, seed=5)
+            found[f"chain, {count} threads"] = attended(kernels, [planned(chain, 0, [-1, 0, 1])], projected[:3])
+            single, rows = filled_cache(pool(), 77, seed=5), []
+            for row in range(3):
+                rows.append(attended(kernels, [planned(single, 0, [-1])], projected[row : row + 1]))
+                single.commit([0])
+            found[f"one by one, {count} threads"] = torch.cat(rows)
+            branched = torch.cat((projected[5:6], projected[:1], projected[6:7], projected[1:3], projected[7:8]))
+            tree = filled_cache(pool(), 77, seed=5)
+            got = attended(kernels, [planned(tree, 0, [-1, -1, 1, 1, 3, 0])], branched)
+            found[f"tree, {count} threads"] = got[[1, 3, 4]]
+            shared = pool()
+            mates = [filled_cache(shared, length, seed=5 if length == 77 else length) for length in (30, 77, 500)]
+            segments = [planned(mates[0], 0, [-1, 0, 1, 2]), planned(mates[1], 4, [-1, 0, 1])]
+            segments.append(planned(mates[2], 7, [-1, -1]))
+            beside = torch.cat((projected[5:9], projected[:3], projected[3:5]))
+            found[f"batch, {count} threads"] = attended(kernels, segments, beside)[4:7]
+    finally:
+        torch.set_num_threads(threads)
+    first = next(iter(found.values()))
+    assert [name for name, rows in found.items() if not torch.equal(rows, first)] == []
+
+
+def test_what_lies_behind_a_row_does_not_reach_it(kernels: Kernels) -> None:
+    """Slots of rejected tokens hold anything, also what is no number: rows before them do not read it."""
+    width = (HEADS.query_heads + 2 * HEADS.kv_heads) * HEADS.dim
+    projected = made(2, width, seed=6)
+    clean, dirty = filled_cache(pool(), 100, seed=7), filled_cache(pool(), 100, seed=7)
+    dirty.data[:, :, 100:] = math.nan
+    results = [attended(kernels, [planned(cache, 0, [-1, 0])], projected) for cache in (clean, dirty)]
+    assert torch.equal(*results)
+    assert results[0].isfinite().all()
+
+
+def test_without_a_compiler_torch_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No compiler, or one that fails: no kernels, one line in the log that says why, nothing left behind."""
+    for compiler in ("no-such-compiler", "false"):
+        monkeypatch.setenv("CC", compiler)
+        with caplog.at_level(logging.WARNING):
+            assert library.find_or_build(tmp_path / compiler) is None
+        assert "kernels are not compiled" in caplog.text
+        assert list((tmp_path / compiler).rglob("*.so")) == []
+        caplog.clear()
+
+
+def test_kernels_are_compiled_once(tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was built is found again without a compiler; another source has another name."""
+    built = library.find_or_build(tmp_path)
+    assert built is not None
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert library.find_or_build(tmp_path) == built
+    assert Kernels(built).digest == kernels.digest
+    other = tmp_path / "kernels.c"
+    other.write_text(library.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(library, "SOURCE", other)
+    assert library.find_or_build(tmp_path) is None
+
+
+def test_another_cpu_never_loads_them(tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that lie ready, as in an image, are left alone by a CPU that lacks any one of their instructions."""
+    assert library.find_or_build(tmp_path) is not None
+    assert load_kernels(tmp_path) is not None
+    for missing in library.CPU_FLAGS:
+        monkeypatch.setattr(
+            "moot.model.decoder.kernels.library.cpu_flags", lambda one=missing: library.CPU_FLAGS - {one}
+        )
+        assert load_kernels.__wrapped__(tmp_path) is None
+
+
+def test_a_cpu_must_have_what_the_compiler_may_use() -> None:
+    """No instruction set is given to the compiler that is not looked for before loading."""
+    allowed = {flag.removeprefix("-m") for flag in library.FLAGS if flag.startswith("-m")}
+    assert allowed == {name.replace("_", "") for name in library.CPU_FLAGS}
+
+
+def test_others_may_read_what_was_compiled(tmp_path: Path, kernels: Kernels) -> None:
+    """An image runs as another user than the one who built it."""
+    built = library.find_or_build(tmp_path)
+    assert built is not None
+    assert built.stat().st_mode & 0o777 == 0o755

@@ -1,0 +1,244 @@
+"""The accelerator's runner on the CPU: logits as of a pass without a cache, over pages, trees, batches and rounds."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from moot.core.errors import ContextLengthExceeded, ModelRefused, NoCapacity
+from moot.model.backend import plain_runner
+from moot.model.gpu.pool import PagedCache
+from moot.model.gpu.runner import GpuRunner
+from moot.model.inputs import SequenceInput
+from moot.model.loading.load import LoadedModel, load_model
+from moot.testing.tiny_model import make_tiny_model
+from tests.model.driving import distance, path_to, plain_logits, plain_model, random_ids, run_chunks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CLOSE = 1e-5
+"""The root-mean-square norms of transformers compute in float32, whatever the model's own format."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", context=20_000)
+
+
+@pytest.fixture(scope="module")
+def loaded(path: Path) -> LoadedModel:
+    return load_model(path, dtype="float64", lean=False)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path = make_tiny_model(tmp_path_factory.mktemp("model"), "llama", context=640)
+    return load_model(path, dtype="float32", lean=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "windowed"])
+def test_families_and_chunks_over_page_borders(tmp_path: Path, family: str) -> None:
+    """Chunks that end before, at and after a border of pages give the logits of a pass without a cache."""
+    window = {"sliding_window": 700} if family == "windowed" else {}
+    kind = "mistral" if family == "windowed" else family
+    path = make_tiny_model(tmp_path, kind, context=2048, dtype=torch.float64, **window)
+    runner = GpuRunner(load_model(path, dtype="float64", lean=False), 2048, False, use_graphs=family != "llama")
+    token_ids = random_ids(1100)
+    logits, cache = run_chunks(runner, token_ids, [300, 212, 1, 510, 3])
+    assert distance(logits, plain_logits(plain_model(path, "float64"), token_ids)) < CLOSE
+    cache.free()
+    assert runner.pool.used_tokens == 0
+
+
+@pytest.mark.parametrize("length", [3, 505, 512, 1021])
+def test_every_path_of_a_tree_is_a_chain(loaded: LoadedModel, length: int) -> None:
+    """Trees before, at and across page borders: each node sees its own path, and what is kept is what was accepted."""
+    runner = GpuRunner(loaded, 4096, False, use_graphs=length != 3)
+    text = random_ids(length)
+    parents = [-1, 0, 0, 1, 1, 2, 3, 6, 7, 8, 8, 4, 11, -1, 13]
+    ids = random_ids(len(parents), seed=1)
+    cache = run_chunks(runner, text, [])[1]
+    (logits,) = runner.forward([SequenceInput(cache, ids, parents, range(len(ids)))])
+    straight = run_chunks(runner, text, [])[1]
+    for node in range(len(ids)):
+        path = path_to(node, parents)
+        (chain,) = runner.forward([SequenceInput(straight, [ids[one] for one in path], None, [len(path) - 1])])
+        straight.commit(())
+        assert distance(logits[node], chain[0]) < 1e-12
+    straight.free()
+    kept = [0, 1, 3, 6, 7, 8, 10]
+    cache.commit(kept)
+    whole, other = run_chunks(runner, [*text, *(ids[node] for node in kept), 7], [])
+    (after,) = runner.forward([SequenceInput(cache, [7], None, [0])])
+    assert distance(after[0], whole[-1]) < 1e-12
+    cache.free()
+    other.free()
+    assert runner.pool.used_tokens == 0
+
+
+def test_rounds_of_many_requests(path: Path, loaded: LoadedModel) -> None:
+    """Eight requests near page borders, chains and trees in turns, other acceptance each round, one ends and its pages
+    go to a new one: each is as a pass without a cache says."""
+    runner, plain, draw = (
+        GpuRunner(loaded, 16 * 512, False, use_graphs=True),
+        plain_model(path, "float64"),
+        random.Random(0),
+    )
+    texts = [random_ids(500 + 3 * index, seed=index) for index in range(8)]
+    caches = [runner.new_cache() for _ in texts]
+    for text, cache in zip(texts, caches, strict=True):
+        runner.forward([SequenceInput(cache, text[:-1], None, [])])
+        cache.commit(range(len(text) - 1))
+    for round_index in range(6):
+        inputs, paths = [], []
+        for index, cache in enumerate(caches):
+            count = draw.randrange(1, 7)
+            is_tree = (index + round_index) % 2 == 0
+            parents = [-1, *(draw.randrange(node) if is_tree else node - 1 for node in range(1, count))]
+            ids = [texts[index][-1], *(draw.randrange(259) for _ in range(count - 1))]
+            paths.append(path_to(draw.randrange(count), parents))
+            inputs.append(SequenceInput(cache, ids, parents, range(count)))
+        for index, logits in enumerate(runner.forward(inputs)):
+            ids, kept = inputs[index].token_ids, paths[index]
+            expected = plain_logits(plain, texts[index][:-1] + [ids[node] for node in kept])[-len(kept) :]
+            assert distance(logits[kept], expected) < CLOSE
+            caches[index].commit(kept)
+            texts[index] = texts[index][:-1] + [ids[node] for node in kept] + [draw.randrange(259)]
+        gone = round_index % 8
+        caches[gone].free()
+        texts[gone] = random_ids(40 + round_index, seed=100 + round_index)
+        runner.forward([SequenceInput(caches[gone], texts[gone][:-1], None, [])])
+        caches[gone].commit(range(len(texts[gone]) - 1))
+    for cache in caches:
+        cache.free()
+    assert runner.pool.used_tokens == 0
+
+
+def test_contexts_of_more_than_one_wave_of_pages(tmp_path: Path) -> None:
+    """More than 16 pages before a row's own are attended to in several portions."""
+    path = make_tiny_model(tmp_path, "llama", layers=1, hidden=16, context=20_000, num_key_value_heads=1)
+    runner = GpuRunner(load_model(path, dtype="float64", lean=False), 20 * 512, False, use_graphs=True)
+    token_ids = random_ids(17 * 512 + 30)
+    cache = runner.new_cache()
+    for start in range(0, len(token_ids), 2048):
+        chunk = token_ids[start : start + 2048]
+        (logits,) = runner.forward([SequenceInput(cache, chunk, None, [len(chunk) - 1])])
+        cache.commit(range(len(chunk)))
+    assert distance(logits[0], plain_logits(plain_model(path, "float64"), token_ids)[-1]) < CLOSE
+
+
+def test_blocks_crops_and_preemption(loaded: LoadedModel) -> None:
+    """What is read from one cache and appended to another, cropped in between, or computed again after `free`, goes on
+    the same; a tree's accepted tokens are in place before anybody reads them."""
+    runner = GpuRunner(loaded, 8 * 512, False)
+    text = random_ids(600)
+    expected, first = run_chunks(runner, [*text, 5, 9, 7], [])
+    first.free()
+    cache = run_chunks(runner, text, [])[1]
+    runner.forward([SequenceInput(cache, [5, 6, 8, 9], [-1, 0, 1, 0], [])])
+    cache.commit([0, 3])
+    moved = runner.new_cache()
+    moved.append_block(cache.read_block(0, 512))
+    moved.append_block(cache.read_block(512, 602))
+    for one in (cache, moved):
+        (logits,) = runner.forward([SequenceInput(one, [7], None, [0])])
+        assert distance(logits[0], expected[-1]) < 1e-12
+    cache.crop(510)
+    assert cache.num_slots == 1024
+    runner.forward([SequenceInput(cache, [*text[510:], 5, 9], None, [])])
+    cache.commit(range(92))
+    cache.wipe()
+    (logits,) = runner.forward([SequenceInput(cache, [7], None, [0])])
+    assert distance(logits[0], expected[-1]) < 1e-12
+    cache.free()
+    moved.free()
+    assert runner.pool.used_tokens == 0
+    again = run_chunks(runner, [*text, 5, 9, 7], [100])[0]
+    assert distance(again[-1], expected[-1]) < 1e-12
+
+
+def test_deterministic_rows_do_not_depend_on_their_company(short: LoadedModel) -> None:
+    """In deterministic mode chunks, batch-mates and trees change no bit."""
+    runner = GpuRunner(short, 16 * 512, True)
+    text = random_ids(620)
+    whole, cache = run_chunks(runner, text, [])
+    cache.free()
+    for sizes in ([1, 500, 11], [512, 3, 3], [64] * 9):
+        logits, cache = run_chunks(runner, text, sizes)
+        assert torch.equal(logits, whole)
+        cache.free()
+    batch, caches = [], []
+    for index in range(5):
+        length = 600 - 37 * index
+        caches.append(run_chunks(runner, text[:length], [])[1])
+        ids, parents = [text[length], 3, text[length + 1], text[length + 2]], [-1, 0, 0, 2]
+        batch.append(SequenceInput(caches[-1], ids, parents, [0, 2, 3]))
+    for index, logits in enumerate(runner.forward(batch)):
+        length = 600 - 37 * index
+        assert torch.equal(logits, whole[length : length + 3])
+
+
+def test_limits_and_malformed_inputs_are_refused(short: LoadedModel) -> None:
+    """The same refusals as ModelRunner's, and a refused step changes nothing."""
+    runner = GpuRunner(short, 1024, False)
+    cache = run_chunks(runner, random_ids(638), [])[1]
+    runner.forward([SequenceInput(cache, [1, 2, 3, 4], [-1, 0, 0, 0], [3])])
+    with pytest.raises(ContextLengthExceeded, match="641 tokens exceed the model's context of 640"):
+        runner.forward([SequenceInput(cache, [1, 2, 3], None, [2])])
+    with pytest.raises(NoCapacity):
+        runner.forward([SequenceInput(cache, [1], None, [0]), SequenceInput(runner.new_cache(), [1], None, [0])])
+    for item in (
+        SequenceInput(cache, [300], None, [0]),
+        SequenceInput(cache, [1, 2], [0, 0], [0]),
+        SequenceInput(cache, [1, 2], [-1], [0]),
+        SequenceInput(cache, [1], None, [1]),
+    ):
+        with pytest.raises(ValueError, match=r"embeddings|parent|logit row"):
+            runner.forward([item])
+    runner.forward([SequenceInput(cache, [1, 2], None, [0])])
+    with pytest.raises(ValueError, match="share a cache"):
+        runner.forward([SequenceInput(cache, [1], None, [0])] * 2)
+    with pytest.raises(ValueError, match="not a path"):
+        cache.commit([1])
+    assert cache.length == 638
+    assert runner.forward([]) == []
+    assert runner.forward([SequenceInput(cache, [], None, [])])[0].shape == (0, 300)
+
+
+def test_a_poisoned_request_fails_alone(tmp_path: Path) -> None:
+    """NaN in one request's numbers reaches no other request of the step, nor the one that gets its pages."""
+    loaded = load_model(make_tiny_model(tmp_path, "llama"), dtype="float32", lean=False)
+    runner = GpuRunner(loaded, 2048, True)
+    expected, other = run_chunks(runner, [1, 2, 3, 4], [])
+    other.free()
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[7] = float("nan")
+    for order in (0, 1):
+        sick = runner.new_cache()
+        batch = [SequenceInput(runner.new_cache(), [1, 2, 3, 4], None, range(4))]
+        batch.insert(order, SequenceInput(sick, [5, 7, 6], None, range(3)))
+        logits = runner.forward(batch)
+        assert logits[order].isnan()[1:].all()
+        assert torch.equal(logits[1 - order], expected)
+        sick.free()
+        fresh, cache = run_chunks(runner, [1, 2, 3, 4], [])
+        assert torch.equal(fresh, expected)
+        cache.free()
+
+
+def test_other_families_are_refused_with_a_reason(tmp_path: Path) -> None:
+    """A model that the lean pass does not know is refused, so that ModelRunner can take it."""
+    loaded = load_model(make_tiny_model(tmp_path, "gpt_neox"), dtype="float32", lean=False)
+    with pytest.raises(ModelRefused, match="gpt_neox"):
+        GpuRunner(loaded, 512, False)
+
+
+def test_caches_of_another_runner_are_refused(short: LoadedModel) -> None:
+    """A cache that does not lie in pages cannot be read as if it did."""
+    runner = GpuRunner(short, 1024, False)
+    assert isinstance(runner.new_cache(), PagedCache)
+    with pytest.raises(TypeError):
+        runner.forward([SequenceInput(plain_runner(short, 512, False).new_cache(), [1], None, [0])])

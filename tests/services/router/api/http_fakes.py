@@ -1,0 +1,232 @@
+"""What the tests of the HTTP front share: tiny tokenizers, a scripted generator, a live server on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from moot.core.types import FinishReason, ModelInfo, TokenLogprobs
+from moot.runtime.metrics import Metrics
+from services.router.api.auth import ApiKeys
+from services.router.api.http.app import create_app
+from services.router.api.http.server import serve_http
+from services.router.api.settings import HttpSettings, StaticFrontState
+from services.router.generation.types import (
+    DrafterMetrics,
+    GenerationChunk,
+    GenerationMetrics,
+    GenerationRequest,
+    TextAssembler,
+)
+
+CORPUS = [
+    "the moot debates a proposal before somebody decides",
+    "several drafters propose the next tokens and the target model decides",
+    "ha ha ha ha ha, naïve café, Zürich, déjà vu, 東京, привет, 😀 👩‍👩‍👧 🎉",
+] * 3
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' and loop.first %}"
+    "{{ raise_exception('an assistant cannot begin') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+END = 1
+"""The id of <|im_end|> in both tokenizers."""
+
+
+def byte_level_tokenizer() -> Any:
+    """GPT-2 and SmolLM2 style: every byte is a token, some merges, one added token that is not special."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIAL,
+        show_progress=False,
+    )
+    core.train_from_iterator(CORPUS, trainer)
+    core.add_tokens([AddedToken("<my tool>", special=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=SPECIAL[1], chat_template=CHAT_TEMPLATE)
+
+
+def byte_fallback_tokenizer() -> Any:
+    """Llama 2 style: spaces as U+2581, unknown characters as byte tokens, a leading space stripped."""
+    pieces = SPECIAL + ["<unk>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces += ["▁", *"abcdehimnorstuv", "▁ha", "▁t", "▁th", "▁the"]
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    core.add_special_tokens([*SPECIAL, "<unk>"])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=SPECIAL[1], unk_token="<unk>")
+
+
+Script = Callable[[GenerationRequest], Sequence[int]]
+
+
+@dataclass
+class ScriptedGenerator:
+    """Says what `script` says, `block` ids at a time, through the assembler it is given, by the rules of a generator.
+
+    After `num_free_blocks` blocks it waits for `gate` before each one; `fail_at` raises instead of that block.
+    """
+
+    script: Script
+    block: int = 3
+    fail_at: int | None = None
+    error: Exception | None = None
+    num_free_blocks: int | None = None
+    gate: asyncio.Semaphore | None = None
+    durable: bool = True
+    requests: list[GenerationRequest] = field(default_factory=list)
+    num_running: int = 0
+    opened: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+    closed: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+
+    async def generate(self, request: GenerationRequest, assembler: TextAssembler) -> AsyncIterator[GenerationChunk]:
+        self.requests.append(request)
+        self.num_running += 1
+        self.opened.put(request.request_id)
+        reason = "abort"
+        try:
+            ids = list(self.script(request))[: request.params.max_tokens]
+            ending = request.params.ending_token_ids(frozenset({END}))
+            ends = [i for i, token in enumerate(ids) if token in ending and i >= request.params.min_tokens]
+            ids = ids[: ends[0] + 1] if ends else ids
+            finish = FinishReason.STOP if ends else FinishReason.LENGTH
+            for number, begin in enumerate(range(0, len(ids), self.block)):
+                if self.fail_at == number and self.error is not None:
+                    raise self.error
+                if self.gate is not None and (self.num_free_blocks is None or number >= self.num_free_blocks):
+                    await self.gate.acquire()
+                chunk = self._chunk(request, assembler, ids, begin, finish)
+                if chunk.finish_reason:
+                    reason = chunk.finish_reason.value
+                yield chunk
+                if chunk.finish_reason:
+                    return
+        finally:
+            self.num_running -= 1
+            self.closed.put(reason)
+
+    def _chunk(
+        self,
+        request: GenerationRequest,
+        assembler: TextAssembler,
+        ids: list[int],
+        begin: int,
+        finish: FinishReason,
+    ) -> GenerationChunk:
+        delta = assembler.push(ids[begin : begin + self.block])
+        kept = tuple(ids[begin : begin + delta.num_tokens_kept])
+        num_top = request.params.logprobs
+        rows = tuple(
+            TokenLogprobs(-0.25 * (begin + i), 1, tuple((token + j, -0.25 * (begin + i + j)) for j in range(num_top)))
+            for i, token in enumerate(kept)
+            if num_top is not None
+        )
+        chunk = GenerationChunk(delta.text, kept, rows, durable=self.durable)
+        last = begin + self.block >= len(ids)
+        if not last and not delta.stopped:
+            return chunk
+        num_output = begin + len(kept)
+        metrics = GenerationMetrics(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_output_tokens=num_output,
+            num_cached_tokens=0,
+            num_rounds=2,
+            num_draft_tokens=5,
+            num_accepted_tokens=3,
+            num_accepted_tokens_per_position=(2, 1),
+            drafters={"suffix": DrafterMetrics(5, 3, 2)},
+        )
+        if delta.stopped:
+            return replace(chunk, finish_reason=FinishReason.STOP, stop_reason=delta.stop_reason, metrics=metrics)
+        stop_id = kept[-1] if finish is FinishReason.STOP and kept[-1] in request.params.stop_token_ids else None
+        text = delta.text + assembler.flush()
+        return replace(chunk, text=text, finish_reason=finish, stop_reason=stop_id, metrics=metrics)
+
+
+@dataclass
+class LiveServer:
+    """`create_app` and `serve_http` in a thread with an event loop of its own."""
+
+    generator: ScriptedGenerator
+    tokenizer: Any
+    settings: HttpSettings = field(default_factory=lambda: HttpSettings(served_model_names=("tiny", "org/tiny")))
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    context_limit: int = 200
+    drain_timeout_s: float = 5.0
+    metrics: Metrics = field(default_factory=Metrics)
+    url: str = ""
+    app: Any = None
+
+    def __post_init__(self) -> None:
+        size = max(self.tokenizer.get_vocab().values()) + 1
+        info = ModelInfo("tiny", "main", "", size, self.context_limit, frozenset({END}))
+        self.state = StaticFrontState(info)
+        self._ports: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self.app = create_app(
+            self.generator, self.tokenizer, self.settings, state=self.state, metrics=self.metrics, api_keys=self.keys
+        )
+        await serve_http(
+            self.app, "127.0.0.1", 0, stop=self._stop, drain_timeout_s=self.drain_timeout_s, on_ready=self._ports.put
+        )
+        # Everything the server started has ended with it.
+        self.left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._stop.set)
+
+    def join(self) -> None:
+        self._thread.join(timeout=20)
+        assert not self._thread.is_alive()
+        assert self.left == []
+
+    def __enter__(self) -> LiveServer:
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._ports.get(timeout=10)}"
+        self.client = httpx.Client(timeout=10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.stop()
+        self.join()
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return self.client.post(self.url + path, json=body, **options)
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    @contextlib.contextmanager
+    def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
+        with httpx.stream("POST", self.url + path, json={"stream": True} | body, timeout=10) as response:
+            yield response
+
+
+def saying(tokenizer: Any, text: str, end: bool = True) -> Script:
+    """A script: the ids of `text`, then the end token."""
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], *([END] if end else [])]
+    return lambda request: ids

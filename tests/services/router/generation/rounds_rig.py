@@ -1,0 +1,212 @@
+"""A router's rounds against scripted peers over real gRPC on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from moot.core.speculation.policy import make_policy
+from moot.core.types import FinishReason, SamplingParams
+from moot.rpc.link import LinkConfig
+from moot.runtime.metrics import Metrics
+from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, byte_tokenizer
+from services.router.api.text import IncrementalText, StopStrings
+from services.router.api.tokenizer import TokenBytes
+from services.router.generation.ballots import BallotPolicy
+from services.router.generation.electorate import Electorate
+from services.router.generation.rounds import Rounds, ServedModel
+from services.router.generation.types import GenerationChunk, GenerationMetrics, GenerationRequest
+from services.router.peers.drafter_pools import DrafterPool
+from services.router.peers.links import LinkPolicy
+from services.router.peers.strikes import StrikePolicy
+from services.router.peers.targets import VerifierPool
+from services.router.peers.verifiers import TargetPolicy
+from services.router.store import MemoryStore
+
+BYTES = TokenBytes(byte_tokenizer())
+FAST_LINK = LinkPolicy(
+    link=LinkConfig(describe_timeout_ms=1000),
+    backoff_min_s=0.02,
+    backoff_max_s=0.2,
+    refused_retry_s=0.2,
+)
+FAST_TARGET = TargetPolicy(
+    heartbeat_interval_s=0.1, open_timeout_s=10, verify_timeout_s=10, no_verifier_wait_s=1.0, probation_wait_s=1.0
+)
+QUICK_BALLOT = BallotPolicy(soft_deadline_s=0.05, hard_deadline_s=0.1)
+
+
+@dataclass
+class Outcome:
+    """What a client got."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    chunks: list[GenerationChunk] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.chunks[-1].finish_reason
+
+    @property
+    def metrics(self) -> GenerationMetrics:
+        metrics = self.chunks[-1].metrics
+        assert metrics is not None
+        return metrics
+
+
+@dataclass
+class Rig:
+    text: ScriptedText
+    verifiers: list[ScriptedVerifier]
+    drafters: dict[str, list[ScriptedDrafter]]
+    targets: VerifierPool
+    pools: dict[str, DrafterPool]
+    electorate: Electorate
+    rounds: Rounds
+    metrics: Metrics
+    store: Any
+
+    async def generate(self, request: GenerationRequest, stops: Sequence[str] = (), **text: Any) -> Outcome:
+        outcome = Outcome()
+        async for chunk in self.rounds.generate(request, self.assembler(request.params, stops, **text)):
+            outcome.chunks.append(chunk)
+            outcome.token_ids += chunk.token_ids
+            outcome.text += chunk.text
+        return outcome
+
+    def assembler(self, params: SamplingParams, stops: Sequence[str] = (), **text: Any) -> IncrementalText:
+        return IncrementalText(
+            BYTES,
+            stops=StopStrings(tuple(stops)),
+            min_tokens=params.min_tokens,
+            ending_token_ids=params.ending_token_ids(self.text.end_token_ids),
+            **text,
+        )
+
+    def plain(self, request: GenerationRequest) -> tuple[tuple[int, ...], FinishReason]:
+        limit = self.verifiers[0].info.context_limit
+        return self.text.plain(request.prompt_token_ids, request.params, limit)
+
+    def counter(self, name: str, **labels: str) -> float:
+        """The value of a sample; 0 before its first move."""
+        return self.metrics.registry.get_sample_value(f"moot_{name}", labels) or 0.0
+
+    def total(self, name: str) -> float:
+        """Sum over all labels."""
+        return sum(
+            sample.value
+            for family in self.metrics.registry.collect()
+            for sample in family.samples
+            if sample.name == f"moot_{name}"
+        )
+
+    @property
+    def num_left(self) -> int:
+        """Everything that a request holds anywhere: 0 when none runs."""
+        held = sum(link.load + link.pool.num_held for link in self.targets.links.values())
+        held += sum(link.load for pool in self.pools.values() for link in pool.links.values())
+        held += sum(verifier.num_sessions for verifier in self.verifiers)
+        return held + sum(drafter.num_sessions for pool in self.drafters.values() for drafter in pool)
+
+    async def nothing_left(self) -> None:
+        """Soon nothing of any request is left anywhere, and the gauges are back."""
+        await eventually(lambda: self.num_left == 0)
+        assert self.rounds.num_running == 0
+        assert self.counter("pool_depth") == 0
+
+
+async def eventually(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Waits as long as a loaded machine may need; what is promised is that it comes, and that nothing is left."""
+    async with asyncio.timeout(timeout_s):
+        while not holds():  # noqa: ASYNC110 - what it looks at belongs to peers, which tell nobody
+            await asyncio.sleep(0.005)
+
+
+_numbers = iter(range(10**9))
+
+
+def request(prompt: Sequence[int] = b"hello", **fields: Any) -> GenerationRequest:
+    params = {key: fields.pop(key) for key in list(fields) if key in SamplingParams.__slots__}
+    params = {"temperature": 0.0, "max_tokens": 40} | params
+    return GenerationRequest(
+        request_id=fields.pop("request_id", f"req-{next(_numbers)}"),
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(**params),
+        **fields,
+    )
+
+
+@asynccontextmanager
+async def rig(
+    *,
+    text: ScriptedText | None = None,
+    verifiers: Sequence[ScriptedVerifier] | None = None,
+    drafters: dict[str, list[ScriptedDrafter]] | None = None,
+    ballots: BallotPolicy = QUICK_BALLOT,
+    strikes: StrikePolicy | None = None,
+    link: LinkPolicy = FAST_LINK,
+    target: TargetPolicy = FAST_TARGET,
+    verifier_addresses: Sequence[str] | None = None,
+    wait_for_drafters: bool = True,
+    store: Any = None,
+    max_buffered_spans: int = 64,
+    **policy: Any,
+) -> AsyncIterator[Rig]:
+    text = text or ScriptedText()
+    verifiers = [ScriptedVerifier(text)] if verifiers is None else list(verifiers)
+    drafters = {} if drafters is None else drafters
+    metrics = Metrics()
+    servers = [*verifiers, *(drafter for pool in drafters.values() for drafter in pool)]
+    for server in servers:
+        await server.start()
+    targets = VerifierPool(
+        link,
+        target,
+        "scripted",
+        metrics,
+        on_inside=lambda one: electorate.admit_inside(one.drafter_id, one.family),
+    )
+    chosen = {"num_speculative_tokens": 6, "length": "fixed", "shape": "chain", "asks": "all"} | policy
+    bundle = make_policy(**chosen)
+    electorate = Electorate(bundle, ballots, metrics)
+    pools = {
+        drafter_id: DrafterPool(
+            drafter_id,
+            link,
+            strikes or StrikePolicy(eject_s=0.5, warm_up_s=0.05),
+            lambda: targets.fingerprint,
+            metrics,
+            lambda: electorate.note_available(one.drafter_id for one in pools.values() if one.is_available),
+            bundle.admit,
+            round(1000 * ballots.hard_deadline_s),
+        )
+        for drafter_id in drafters
+    }
+    electorate.sources.update(pools)
+    rounds = Rounds(
+        targets,
+        electorate,
+        store or MemoryStore(),
+        ServedModel("scripted", "scripted"),
+        metrics,
+        max_buffered_spans=max_buffered_spans,
+    )
+    try:
+        await targets.set_addresses(verifier_addresses or [verifier.address for verifier in verifiers])
+        await eventually(lambda: not targets.links or targets.is_available, 5)
+        for drafter_id, pool in pools.items():
+            await pool.set_addresses([drafter.address for drafter in drafters[drafter_id]])
+        if wait_for_drafters:
+            for pool in pools.values():
+                await eventually(lambda pool=pool: all(link.is_ready for link in pool.links.values()), 5)
+        yield Rig(text, verifiers, drafters, targets, pools, electorate, rounds, metrics, rounds._store)
+    finally:
+        for pool in pools.values():
+            await pool.set_addresses([])
+        await targets.close()
+        for server in servers:
+            await server.kill()

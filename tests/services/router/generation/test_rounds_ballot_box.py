@@ -1,0 +1,115 @@
+"""When a round stops waiting for its drafters."""
+
+from __future__ import annotations
+
+import asyncio
+
+from moot.core.types import Proposal
+from services.router.generation.ports import BallotBox
+
+
+class Voter:
+    """A drafter that is only counted: the box never calls one."""
+
+    def __init__(self, name: str) -> None:
+        self.drafter_id = name
+
+    def prepare(self) -> None: ...
+    def ask(self, box: BallotBox, num_speculative_tokens: int, width: int) -> bool:
+        return False
+
+    def missed(self) -> None: ...
+    def answered(self) -> None: ...
+    def malformed(self, reason: str) -> None: ...
+    def end(self, *, aborted: bool) -> None: ...
+
+
+A, B, C = Voter("a"), Voter("b"), Voter("c")
+CHAIN = (Proposal("a", (1, 2), (9, 9)),)
+LONG = 30.0
+
+
+def box(soft_s: float, hard_s: float, quorum: float = 0.5, voters: tuple[Voter, ...] = (A, B, C)) -> BallotBox:
+    made = BallotBox(asyncio.get_running_loop(), soft_s=soft_s, hard_s=hard_s, quorum=quorum)
+    for voter in voters:
+        made.expect(voter)
+    return made
+
+
+def test_closes_when_all_have_answered() -> None:
+    """Nobody waits for a deadline when all have answered, be it before or while the box is being closed."""
+
+    async def main() -> None:
+        early = box(LONG, LONG)
+        for voter in (A, B, C):
+            assert early.cast(voter, CHAIN)
+        assert await asyncio.wait_for(early.close(), 1) == frozenset()
+        later = box(LONG, LONG)
+        closing = asyncio.create_task(later.close())
+        await asyncio.sleep(0)
+        for voter in (A, B, C):
+            later.cast(voter, CHAIN)
+        assert await asyncio.wait_for(closing, 1) == frozenset()
+        assert [voter for voter, _ in later.proposals] == [A, B, C]
+
+    asyncio.run(main())
+
+
+def test_soft_deadline_needs_a_quorum() -> None:
+    """After the soft deadline a quorum suffices; before it, or without one, the box waits on."""
+
+    async def main() -> None:
+        quorate = box(0.01, LONG)
+        quorate.cast(A, CHAIN)
+        quorate.cast(B, ())
+        assert await asyncio.wait_for(quorate.close(), 1) == {C}
+        waiting = box(0.01, LONG)
+        waiting.cast(A, CHAIN)
+        closing = asyncio.create_task(waiting.close())
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        waiting.cast(B, CHAIN)
+        assert await asyncio.wait_for(closing, 1) == {C}
+
+    asyncio.run(main())
+
+
+def test_hard_deadline_ends_it() -> None:
+    """After the hard deadline the round goes on with whatever came, nothing included."""
+
+    async def main() -> None:
+        assert await asyncio.wait_for(box(0.01, 0.02).close(), 1) == {A, B, C}
+
+    asyncio.run(main())
+
+
+def test_lost_drafters_are_not_waited_for() -> None:
+    """A drafter that is lost while it is asked leaves the count: the others, or nobody, decide."""
+
+    async def main() -> None:
+        made = box(LONG, LONG)
+        closing = asyncio.create_task(made.close())
+        await asyncio.sleep(0)
+        for voter in (A, B, C):
+            made.withdraw(voter)
+        assert await asyncio.wait_for(closing, 1) == frozenset()
+        assert made.num_asked == 0
+
+    asyncio.run(main())
+
+
+def test_late_doubled_and_unasked_answers_are_refused() -> None:
+    """Each drafter counts once, and only before the box closes."""
+
+    async def main() -> None:
+        made = box(LONG, LONG, voters=(A,))
+        assert made.cast(A, CHAIN)
+        assert not made.cast(A, CHAIN)
+        assert not made.cast(B, CHAIN)
+        await made.close()
+        late = box(0.0, 0.0, voters=(A,))
+        await late.close()
+        assert not late.cast(A, CHAIN)
+        assert late.proposals == []
+
+    asyncio.run(main())

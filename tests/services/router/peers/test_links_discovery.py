@@ -1,0 +1,108 @@
+"""Where peers are: what the flags say, and lists that change or fail while the router runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from moot.core.errors import ConfigError
+from moot.drafters.base import parse_entries
+from services.router.peers.discovery import DnsPeers, JoinedPeers, StaticPeers, follow, parse_drafters, parse_source
+
+
+def test_drafters_are_read_with_their_replicas() -> None:
+    """`id=host:port|host:port` entries; a wrong one is named in the error."""
+    assert parse_drafters(["a=h:1|h:2", "b=h:3"]) == {"a": ["h:1", "h:2"], "b": ["h:3"]}
+    for wrong in ("a", "=h:1", "a="):
+        with pytest.raises(ConfigError, match="drafters"):
+            parse_drafters([wrong])
+    with pytest.raises(ConfigError, match="twice"):
+        parse_drafters(["a=h:1", "a=h:2"])
+
+
+def test_local_drafters_are_read_with_their_options() -> None:
+    """`[id=]kind[:option=value]...`."""
+    (plain, named) = parse_entries(["suffix", "mine=ngram:table=/t:order=3"], "--in-process-drafters")
+    assert (plain.drafter_id, plain.kind, plain.options) == ("suffix", "suffix", {})
+    assert (named.drafter_id, named.kind, named.options) == ("mine", "ngram", {"table": "/t", "order": "3"})
+    for wrong in (["=suffix"], ["suffix:x"], ["suffix", "suffix"], ["x="]):
+        with pytest.raises(ConfigError):
+            parse_entries(wrong, "--in-process-drafters")
+
+
+@pytest.mark.parametrize("wrong", ["host", "host:", ":80", "host:http", "host:0", "dns:///host"])
+def test_a_wrong_address_is_named(wrong: str) -> None:
+    """An address without host or port is a usage error that quotes it."""
+    with pytest.raises(ConfigError, match="host:port"):
+        parse_source([wrong], 1, 1)
+
+
+def test_dns_names_are_looked_up() -> None:
+    """All addresses of a name, with the port that was given."""
+
+    async def main() -> None:
+        source = parse_source(["dns:///localhost:7100"], 60, 5)
+        addresses = await anext(source.watch())
+        assert addresses & {"127.0.0.1:7100", "[::1]:7100"}
+
+    asyncio.run(main())
+
+
+def test_a_failed_look_up_keeps_the_last_list() -> None:
+    """Nothing is yielded for a name that cannot be resolved: whoever follows keeps what it has."""
+
+    async def main() -> None:
+        unknown = DnsPeers("no-such-name.invalid", 1, interval_s=0.01, timeout_s=0.5)
+        applied: list[frozenset[str]] = []
+
+        async def apply(addresses: frozenset[str]) -> None:
+            applied.append(addresses)
+
+        joined = JoinedPeers((StaticPeers(frozenset({"h:1"})), unknown))
+        task = asyncio.create_task(follow(joined, apply))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.wait([task])
+        assert applied == [frozenset({"h:1"})]
+
+    asyncio.run(main())
+
+
+class Changing:
+    """A source that has a new list whenever it is told."""
+
+    def __init__(self) -> None:
+        self.lists: asyncio.Queue[frozenset[str]] = asyncio.Queue()
+
+    async def watch(self) -> AsyncIterator[frozenset[str]]:
+        while True:
+            yield await self.lists.get()
+
+
+def test_joined_sources_yield_their_union() -> None:
+    """A change of one source keeps what the others said last."""
+
+    async def main() -> None:
+        first, second = Changing(), Changing()
+        watching = JoinedPeers((first, second)).watch()
+        first.lists.put_nowait(frozenset({"a:1"}))
+        assert await anext(watching) == {"a:1"}
+        second.lists.put_nowait(frozenset({"b:1"}))
+        assert await anext(watching) == {"a:1", "b:1"}
+        first.lists.put_nowait(frozenset({"a:2"}))
+        assert await anext(watching) == {"a:2", "b:1"}
+        await watching.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_name_that_cannot_be_is_a_failed_look_up() -> None:
+    """Not even a name that is no name ends the look-ups: the last list stays."""
+
+    async def main() -> None:
+        peers = DnsPeers("x" * 70 + ".invalid", 7100, interval_s=0.01, timeout_s=5)
+        assert await peers._look_up() == frozenset()
+
+    asyncio.run(main())

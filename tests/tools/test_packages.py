@@ -1,0 +1,26 @@
+"""Tests are packages: each module has one dotted name, from whatever folder it is collected."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+FILES = sorted(Path(__file__).parents[1].rglob("*.py"))
+
+
+def test_every_folder_with_tests_is_a_package() -> None:
+    """A module outside a package would be imported by its base name, and shadow another of that name."""
+    assert len(FILES) > 200
+    assert [path for path in FILES if not (path.parent / "__init__.py").exists()] == []
+
+
+def test_nobody_imports_a_conftest() -> None:
+    """Each folder may have one: what tests import by name stands in a module with a name of its own."""
+    imports = [
+        path.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").endswith("conftest"))
+        or (isinstance(node, ast.Import) and any(alias.name == "conftest" for alias in node.names))
+    ]
+    assert imports == []
