@@ -37,8 +37,9 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 
 install-dev: $(VENV)/.installed-dev
 
-$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
+$(VENV)/.installed-dev: pyproject.toml contrib/pyproject.toml | $(VENV)/.installed
 	$(PIP) install -e ".[model,router,demo,tracing,dev]"
+	$(PIP) install --no-deps -e contrib
 	@touch $@
 
 demo: install  ## the whole system, with drafting on and off; PROMPT="..." asks your own question

@@ -1,4 +1,4 @@
-"""Put measured results into the documents: tables from bench/results/*.md, pictures into docs/figures/.
+"""Put measured results into the documents: tables from lab/bench/results/*.md, pictures into docs/figures/.
 
     python tools/figures.py [NAME ...]
 
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "docs" / "figures"
+RESULTS, FIGURES = ROOT / "lab" / "bench" / "results", ROOT / "docs" / "figures"
 DOCUMENTS = (ROOT / "docs" / "performance.md", ROOT / "docs" / "drafters.md")
 _PLACE = re.compile(r"(<!-- result (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

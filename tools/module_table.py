@@ -14,7 +14,7 @@ from generated import write_or_check
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-ROOTS = ("moot", "services/router", "services/verifier", "services/drafter", "bench")
+ROOTS = ("moot", "services/router", "services/verifier", "services/drafter", "lab", "contrib")
 GENERATED = {"moot/v1"}
 
 

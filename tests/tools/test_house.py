@@ -377,10 +377,10 @@ def test_7_what_is_made_may_be_long(build: Build, page: str, text: str) -> None:
 
 
 def test_the_map_has_a_line_for_each_folder(tmp_path: Path) -> None:
-    write_files(tmp_path, {"bench/__init__.py": '"""Measurements\nof anyone.\n\nMore."""', "moot/v1/__init__.py": ""})
+    write_files(tmp_path, {"lab/__init__.py": '"""Measurements\nof anyone.\n\nMore."""', "moot/v1/__init__.py": ""})
     lines = folder_map(tmp_path).split("\n")
     assert lines[1:-1] == [
-        "- `bench/`: Measurements of anyone.",
+        "- `lab/`: Measurements of anyone.",
         "- `moot/`: The whole.",
         "- `moot/core/`: The algorithms.",
     ]
@@ -389,10 +389,10 @@ def test_the_map_has_a_line_for_each_folder(tmp_path: Path) -> None:
 def test_the_figures_tell_what_serves_from_the_workshop(build: Build) -> None:
     rows = dict(
         line.split("  ", 1)
-        for line in figures(build({"bench/load.py": "pass\n" * 7, "tests/a.py": "pass\n"})).splitlines()
+        for line in figures(build({"lab/bench/load.py": "pass\n" * 7, "tests/a.py": "pass\n"})).splitlines()
     )
     told = {name: value.strip() for name, value in rows.items()}
-    assert told["modules"] == "3"
+    assert told["modules"] == "4"
     assert told["fullest folder"] == "moot/core (2)"
     assert told["lines of what serves"] == str(2 * SMALL_LINES + 4)
     assert told["lines of the workshop"] == told["of these in bench"] == "7"
