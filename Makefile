@@ -61,7 +61,6 @@ check: install-dev check-proto  ## style, types, layers, stubs up to date
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/module_table.py --check
 	$(BIN)/python tools/metrics_reference.py --check
 	$(BIN)/python tools/dashboards --check
 	$(BIN)/python tools/chart_values.py --check
@@ -77,7 +76,6 @@ drafters: install  ## rebuild the drafters that come with the package; PROMPTS=S
 	$(BIN)/python tools/build_drafters.py --prompts "$(PROMPTS)" $(FLAGS)
 
 docs: install-dev  ## regenerate what the documents take from the code
-	$(BIN)/python tools/module_table.py
 	$(BIN)/python tools/metrics_reference.py
 	$(BIN)/python tools/dashboards
 	$(BIN)/python tools/chart_values.py
