@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from moot.runtime.supervisor import Child, Supervisor
-from tests.waiting import GIVE_UP_S
+from moot.runtime.supervisor import Child, ChildFailed, Supervisor
+from tests.waiting import GIVE_UP_S, until
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 120.0
@@ -78,10 +78,10 @@ class Process:
     def restart(self, faults: str | None = None) -> None:
         """Start it again where it listened before, with other fault points if given, and wait until it is ready."""
         self.begin_restart(faults)
-        self.supervisor.wait_ready([self.child], START_TIMEOUT_S)
+        self.wait_restarted()
 
     def begin_restart(self, faults: str | None = None) -> None:
-        """As `restart`, without the wait."""
+        """As `restart`, without the wait: `wait_restarted`."""
         assert not self.is_running, f"{self.name} still runs"
         ports = {flag: str(self.child.facts[fact]) for flag, fact in _PORT_FACTS if fact in self.child.facts}
         for flag, port in ports.items():
@@ -89,6 +89,21 @@ class Process:
         self.faults = self.faults if faults is None else faults
         self.child = spawn(self.supervisor, self.name, self.role, self.flags, self.faults)
         self.is_frozen = False
+
+    def wait_restarted(self) -> None:
+        """Until it is ready. Its port is anybody's while it is away: where a connection has it just now, again."""
+
+        def is_ready() -> bool:
+            try:
+                self.supervisor.wait_ready([self.child], START_TIMEOUT_S)
+            except ChildFailed as error:
+                if not any(said in str(error) for said in ("cannot listen on", "cannot serve metrics")):
+                    raise
+                self.begin_restart()
+                return False
+            return True
+
+        until(is_ready, f"{self.name} has its port again", poll_s=1)
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of `name` (full name, with `_total`) that have these labels."""

@@ -26,10 +26,10 @@ _LINK_FLAGS = ("--keepalive-time-ms", "1000", "--keepalive-timeout-ms", "5000")
 
 VERIFIER_FLAGS = (
     *("--device", "cpu", "--dtype", "float32", "--deterministic", "on", "--num-threads", "1"),
-    *("--kv-capacity-tokens", "65536", "--heartbeat-interval-s", "0.5", "--drain-grace-s", "10"),
+    *("--kv-capacity-tokens", "65536", "--heartbeat-interval-s", "0.5", "--drain-grace-s", "60"),
     *_LINK_FLAGS,
 )
-DRAFTER_FLAGS = ("--drain-grace-s", "10", *_LINK_FLAGS)
+DRAFTER_FLAGS = ("--drain-grace-s", "60", *_LINK_FLAGS)
 HEARTBEAT_S = 0.5
 WATCHFUL = ("--heartbeat-interval-s", str(HEARTBEAT_S), "--max-missed-heartbeats", "3")
 """For the tests of verifiers that fall silent. Elsewhere none is given up that is only slow."""
@@ -39,7 +39,7 @@ ROUTER_FLAGS = (
     *("--backoff-min-s", "0.05", "--backoff-max-s", "0.5", "--refused-retry-s", "1"),
     *("--describe-timeout-ms", "5000"),
     *("--vote-soft-deadline-ms", "100", "--vote-hard-deadline-ms", "300"),
-    *("--eject-s", "1.5", "--drafter-warm-up-s", "0.3", "--drain-grace-s", "20"),
+    *("--eject-s", "1.5", "--drafter-warm-up-s", "0.3", "--drain-grace-s", "60"),
     *_LINK_FLAGS,
 )
 
@@ -124,7 +124,8 @@ class System:
         dead = [process for process in [*self.verifiers, *self.drafters.values()] if not process.is_running]
         for process in dead:
             process.begin_restart()
-        self.supervisor.wait_ready([process.child for process in dead], START_TIMEOUT_S)
+        for process in dead:
+            process.wait_restarted()
         for router in self.routers:
             if router.is_running:
                 self.wait_for_peers(router)

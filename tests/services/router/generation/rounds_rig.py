@@ -19,7 +19,7 @@ from services.router.generation.electorate import Electorate
 from services.router.generation.rounds import Rounds, ServedModel
 from services.router.generation.types import GenerationChunk, GenerationMetrics, GenerationRequest
 from services.router.peers.drafter_pools import DrafterPool
-from services.router.peers.links import LinkPolicy
+from services.router.peers.links import LinkPolicy, PeerState
 from services.router.peers.strikes import StrikePolicy
 from services.router.peers.targets import VerifierPool
 from services.router.peers.verifiers import TargetPolicy
@@ -200,6 +200,7 @@ async def rig(
     )
     try:
         await targets.set_addresses(verifier_addresses or [verifier.address for verifier in verifiers])
+        await eventually(lambda: all(link.state is not PeerState.CONNECTING for link in targets.links.values()))
         await eventually(lambda: not targets.links or targets.is_available)
         for drafter_id, pool in pools.items():
             await pool.set_addresses([drafter.address for drafter in drafters[drafter_id]])

@@ -48,6 +48,10 @@ class Server:
         return f"redis://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        self._spawn()
+        until(self._answers, "the server answers")
+
+    def _spawn(self) -> None:
         self._process = subprocess.Popen(
             [
                 str(get_binary_path()), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._folder),
@@ -55,9 +59,11 @@ class Server:
             ],
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        until(self._answers, "the server answers")
 
     def _answers(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            self._spawn()  # while it was away, its port was anybody's for a connection
         try:
             return bool(self.client().ping())
         except (RedisConnectionError, OSError):
