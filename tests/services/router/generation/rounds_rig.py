@@ -8,14 +8,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from moot.core.speculation.policy import make_policy
+from moot.core.speculation.ballots import BallotPolicy
+from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.types import FinishReason, SamplingParams
-from moot.rpc.link import LinkConfig
 from moot.runtime.metrics import Metrics
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, byte_tokenizer
 from services.router.api.text import IncrementalText, StopStrings
 from services.router.api.tokenizer import TokenBytes
-from services.router.generation.ballots import BallotPolicy
 from services.router.generation.electorate import Electorate
 from services.router.generation.rounds import Rounds, ServedModel
 from services.router.generation.types import GenerationChunk, GenerationMetrics, GenerationRequest
@@ -28,7 +27,7 @@ from services.router.store import MemoryStore
 
 BYTES = TokenBytes(byte_tokenizer())
 FAST_LINK = LinkPolicy(
-    link=LinkConfig(describe_timeout_ms=1000),
+    describe_timeout_ms=1000,
     backoff_min_s=0.02,
     backoff_max_s=0.2,
     refused_retry_s=0.2,
@@ -36,7 +35,7 @@ FAST_LINK = LinkPolicy(
 FAST_TARGET = TargetPolicy(
     heartbeat_interval_s=0.1, open_timeout_s=10, verify_timeout_s=10, no_verifier_wait_s=1.0, probation_wait_s=1.0
 )
-QUICK_BALLOT = BallotPolicy(soft_deadline_s=0.05, hard_deadline_s=0.1)
+QUICK_BALLOT = BallotPolicy(soft_deadline_ms=50, hard_deadline_ms=100)
 
 
 @dataclass
@@ -171,7 +170,7 @@ async def rig(
         on_inside=lambda one: electorate.admit_inside(one.drafter_id, one.family),
     )
     chosen = {"num_speculative_tokens": 6, "length": "fixed", "shape": "chain", "asks": "all"} | policy
-    bundle = make_policy(**chosen)
+    bundle = make_policy(SpeculationOptions(**chosen))
     electorate = Electorate(bundle, ballots, metrics)
     pools = {
         drafter_id: DrafterPool(

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from moot.core.speculation.ballots import BallotPolicy
 from moot.core.speculation.panel import USELESS, WINDOW
 from moot.testing import Manner, ScriptedDrafter, ScriptedText
-from services.router.generation.ballots import BallotPolicy
 from services.router.generation.electorate import TRIED_IN
 from services.router.peers.links import PeerState
 from services.router.peers.strikes import StrikePolicy
@@ -16,7 +16,7 @@ from tests.services.router.generation.rounds_rig import request, rig
 
 TEXT = ScriptedText()
 PROMPT = b"the moot debates"
-PATIENT = BallotPolicy(soft_deadline_s=5.0, hard_deadline_s=5.0)
+PATIENT = BallotPolicy(soft_deadline_ms=5000, hard_deadline_ms=5000)
 """Nobody is late on a loaded machine: who is, is ejected."""
 
 
@@ -92,7 +92,7 @@ def test_what_an_ejected_drafter_cost_is_forgotten() -> None:
 
     async def main() -> None:
         good, silent = ScriptedDrafter(TEXT, spoil=0.0), ScriptedDrafter(TEXT, manner=lambda: Manner.SILENT)
-        ballots = BallotPolicy(soft_deadline_s=0.4, hard_deadline_s=0.4)
+        ballots = BallotPolicy(soft_deadline_ms=400, hard_deadline_ms=400)
         strikes = StrikePolicy(eject_s=600, warm_up_s=0.0)
         drafters = {"good": [good], "silent": [silent]}
         async with rig(text=TEXT, drafters=drafters, ballots=ballots, strikes=strikes, length="goodput") as router:
