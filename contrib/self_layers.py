@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from moot.config import option
 from moot.core.errors import ConfigError
-from moot.drafters.attached.base import InsideAsk, InsideDrafter
+from moot.core.options import option
+from moot.drafters.attached.base import ChainOptions, InsideAsk, InsideDrafter
 from moot.drafters.attached.kinds import InsideKind
-from moot.drafters.base import Chain, ProposerOptions, require
+from moot.drafters.base import Chain, require
 from moot.model.cache.base import KvCache
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
@@ -26,17 +26,11 @@ from moot.model.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelfOptions(ProposerOptions):
+class SelfOptions(ChainOptions):
     skip: str = option(help="layers to leave out, counted from 0: 5+17+4")
-    max_tokens: int = option(4, help="tokens of a chain at most")
-    min_confidence: float = option(0.0, help="a chain ends before a token less probable than this")
-    sharpen: float = option(1.0, help="multiplies the logits at temperature > 0")
 
-    def __post_init__(self) -> None:
+    def check_together(self) -> None:
         require(all(part.isdigit() for part in self.skip.split("+")), "skip", "must be layers joined by +")
-        require(self.max_tokens > 0, "max_tokens", "must be positive")
-        require(0.0 <= self.min_confidence <= 1.0, "min_confidence", "must be in 0..1")
-        require(self.sharpen > 0.0, "sharpen", "must be positive")
 
     @property
     def skipped(self) -> frozenset[int]:

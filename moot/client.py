@@ -11,10 +11,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moot.core.errors import MootError
+from moot.core.options import Options, option
 
+ROUTER_PORT = 8000
+"""Of a router's HTTP API, where none is given."""
+DEFAULT_URL = f"http://127.0.0.1:{ROUTER_PORT}"
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 300.0
 """Longest silence of a stream: prefill of a long prompt on a slow machine included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions(Options):
+    """The server that a client talks to."""
+
+    url: str = option(DEFAULT_URL, help="address of a router")
+    api_key: str | None = option(None, help="sent as a bearer token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(Options):
+    """The texts that a client asks for."""
+
+    max_tokens: int = option(128, help="longest answer, in tokens", minimum=1)
 
 
 class RequestFailed(MootError):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moot.core.speculation.panel import PAYING
+from moot.core.speculation.policy import SpeculationOptions
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
 from moot.simulation.router_plan import RouterPlan
@@ -131,8 +132,7 @@ def simulate(
         pools=tuple(pools),
         router=found.router,
         concurrency=concurrency,
-        asks=asks,
-        shape=found.shape,
+        speculation=SpeculationOptions(asks=asks, shape=found.shape),
         # The slowest of rounds: a hundred with it have passed in any case.
         warm_up_s=FIRST_ROUNDS * (found.step_s + 0.055),
         measure_s=rounds * 1.5 * found.step_s,

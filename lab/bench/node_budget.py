@@ -21,6 +21,7 @@ from multiprocessing import get_context
 
 from lab.bench.intervals import Interval, ratios
 from lab.bench.report import publish
+from moot.core.speculation.policy import SpeculationOptions
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
 from moot.simulation.router_plan import RouterPlan
@@ -82,8 +83,7 @@ def simulate(machine: str, texts: str, concurrency: int, budget: int | None, rou
             num_speculative_tokens=None if budget is None else min(budget, DEPTH),
         ),
         concurrency=concurrency,
-        max_speculative_tokens=DEPTH,
-        max_draft_tokens=budget or 16,
+        speculation=SpeculationOptions(num_speculative_tokens=DEPTH, max_draft_tokens=budget or 16),
         warm_up_s=max(seconds, 200 * step_s),
         measure_s=max(seconds, 100 * step_s),
     )

@@ -157,7 +157,7 @@ class Workers:
         for process in running:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + self.config.drain_grace_s + _LAST_WORDS_S
+        deadline = time.monotonic() + self.config.service.drain_grace_s + _LAST_WORDS_S
         for process in running:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -168,7 +168,8 @@ class Workers:
 
     def addresses(self) -> dict[str, str]:
         """Of the metrics ports of those that serve, by the worker's number."""
-        host = self.config.host if self.config.host not in ("", "0.0.0.0") else "127.0.0.1"
+        host = self.config.service.host
+        host = host if host not in ("", "0.0.0.0") else "127.0.0.1"
         host = f"[{host if host != '::' else '::1'}]" if ":" in host else host
         serving = [worker for worker in list(self.workers) if worker.metrics_port]
         return {str(worker.index): f"http://{host}:{worker.metrics_port}" for worker in serving}
@@ -209,13 +210,13 @@ def serve_workers(config: RouterConfig, argv: Sequence[str]) -> None:
     stop = _stop_signal()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moot-router-")))
-        held = [stack.enter_context(_hold(config.host, port)) for port in (config.port, config.grpc_port)]
+        held = [stack.enter_context(_hold(config.service.host, port)) for port in (config.port, config.grpc_port)]
         http_port, grpc_port = (int(one.getsockname()[1]) for one in held)
         workers = Workers(config, argv, folder, (http_port, grpc_port))
         admin = AdminServer(
             WorkerMetrics(workers.addresses),
-            host=config.host,
-            port=config.metrics_port,
+            host=config.service.host,
+            port=config.service.metrics_port,
             alive=lambda: not workers.have_served or workers.any_says_yes("/livez"),
             ready=lambda: not stop.is_set() and workers.any_says_yes("/readyz"),
         )
@@ -226,7 +227,9 @@ def serve_workers(config: RouterConfig, argv: Sequence[str]) -> None:
             workers.tend(time.monotonic())
             if not workers.have_served and workers.all_serve:
                 workers.have_served = True
-                write_ready_file(config.ready_file, port=http_port, grpc_port=grpc_port, metrics_port=admin.port)
+                write_ready_file(
+                    config.service.ready_file, port=http_port, grpc_port=grpc_port, metrics_port=admin.port
+                )
         _log.info("draining", extra={"workers": len(workers.workers)})
 
 

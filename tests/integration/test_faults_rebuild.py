@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from moot.core.errors import CommitFenced, LeaseHeld
+from moot.core.options import make_config
 from moot.core.types import FinishReason
 from moot.runtime.metrics import Metrics
 from moot.testing.tiny_model import make_tiny_model
@@ -89,7 +90,8 @@ class FreshRouter:
 @asynccontextmanager
 async def fresh_router(system: System) -> AsyncIterator[FreshRouter]:
     assert system.store is not None
-    config = RouterConfig(
+    config = make_config(
+        RouterConfig,
         model=str(system.model),
         verifiers=tuple(process.address for process in system.verifiers),
         drafters=tuple(f"{name}={process.address}" for name, process in system.drafters.items()),

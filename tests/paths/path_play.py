@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from moot.core.options import make_config
 from moot.core.types import ModelInfo, TokenLogprobs
 from moot.runtime.metrics import Metrics
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -133,7 +134,8 @@ class Front:
 async def front(house: House, system: System) -> AsyncIterator[Front]:
     target = await house.served(system.target)
     pods = [f"{name}={(await house.pod(name)).address}" for name in system.electorate if name in PODS]
-    config = RouterConfig(
+    config = make_config(
+        RouterConfig,
         model=str(house.model(system.target)),
         served_model_name=("tiny",),
         verifiers=(target.address,),

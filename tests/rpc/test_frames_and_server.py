@@ -17,6 +17,7 @@ from moot.rpc.interceptors import status_of
 from moot.rpc.link import ITEM_OVERHEAD_BYTES, FrameQueue, FrameQueueFull, LinkConfig, open_channel
 from moot.rpc.server import GrpcServer, run_until_terminated
 from moot.runtime.metrics import Metrics
+from moot.runtime.process import PeerOptions
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc as pb_grpc
 from tests.waiting import GIVE_UP_S
@@ -92,10 +93,13 @@ def test_large_frames_pass_and_larger_ones_fail_cleanly_and_errors_carry_codes(t
         ready = tmp_path / "ready.json"
         life = asyncio.create_task(
             run_until_terminated(
-                server, metrics, host="127.0.0.1", port=0, metrics_port=0, ready_file=ready, drain=drain,
-                drain_grace_s=5, terminated=terminated,
+                server,
+                metrics,
+                PeerOptions(port=0, metrics_port=0, ready_file=ready, drain_grace_s=5.0),
+                drain=drain,
+                terminated=terminated,
             )
-        )  # fmt: skip
+        )
         while not ready.exists():
             assert not life.done(), life.exception()
             await asyncio.sleep(0.01)

@@ -162,6 +162,8 @@ class Probes:
 
 
 LENGTHS = ("goodput", "minions", "fixed")
+MOST_SPECULATIVE_TOKENS = 64
+"""Greatest K that a request may ask for and a drafter drafts, where nothing else is said."""
 
 
 class PositionAcceptance:

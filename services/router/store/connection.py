@@ -99,7 +99,7 @@ class RedisConnection:
         self._deadline_s = config.attempt_s
         try:
             self._pool = Redis.from_url(
-                config.url,
+                config.server_url,
                 # A pipeline has a deadline: none for each reply beside it.
                 socket_timeout=None,
                 socket_connect_timeout=config.connect_timeout_s,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moot.core.speculation.policy import Plan, make_policy
+from moot.core.speculation.policy import Plan, SpeculationOptions, make_policy
 from moot.core.types import Proposal
 from moot.core.voting.calibration import OwnAcceptance, ShareAcceptance
 from moot.core.voting.tree import Budget, worth
@@ -142,7 +142,7 @@ def test_every_shape_is_cut_at_the_price(shape: str) -> None:
     proposals = [Proposal("a", (1, 2, 3), (128,) * 3), Proposal("b", (5, 6), (128,) * 2)]
     sizes = []
     for row_s in (0.0, 0.012, 1.0):
-        pool = make_policy(shape=shape, num_speculative_tokens=4)
+        pool = make_policy(SpeculationOptions(shape=shape, num_speculative_tokens=4))
         for index in range(400):
             pool.calibration.of("a").record(128, 0, index % 10 < 6)
         for size in (1, 2, 3, 4, 5, 6):

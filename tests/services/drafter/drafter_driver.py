@@ -101,8 +101,8 @@ class RunningDrafter:
             self.engine,
             description,
             config.drafter_id or config.kind,
-            config.max_queued_answers,
-            config.max_message_bytes,
+            config.service.max_queued_answers,
+            config.link.max_message_bytes,
         )
         pb_grpc.add_DrafterServiceServicer_to_server(self.servicer, self.server.server)
         self.config = config

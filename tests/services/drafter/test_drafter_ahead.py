@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from moot.core.options import make_config
 from moot.core.types import SamplingParams
 from moot.drafters.base import Ask, Chain, Proposer
 from moot.testing.proposer import ScriptedProposer
@@ -183,7 +184,7 @@ def test_when_drafting_ahead_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_ahead(proposer: Proposer[Any], body: Any, draft_ahead: str = "on") -> None:
     async def main() -> None:
-        config = DrafterConfig(kind="prompt_lookup", option=VOCAB, draft_ahead=draft_ahead)
+        config = make_config(DrafterConfig, kind="prompt_lookup", option=VOCAB, draft_ahead=draft_ahead)
         async with running(config, proposer) as drafter:
             await body(drafter)
 

@@ -15,6 +15,7 @@ import pytest
 
 import moot.runtime.faults
 from moot.core.errors import ConfigError
+from moot.core.options import make_config
 from moot.core.types import SamplingParams
 from moot.drafters.base import Ask, Chain, Proposer
 from moot.drafters.registry import create
@@ -46,12 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(kind: str = "prompt_lookup", option: tuple[str, ...] = VOCAB, **fields: Any) -> DrafterConfig:
-    return DrafterConfig(kind=kind, option=option, **fields)
+    return make_config(DrafterConfig, kind=kind, option=option, **fields)
 
 
 def neural_config(folder: Path, **fields: Any) -> DrafterConfig:
     option = ("dtype=float64", "device=cpu", "deterministic=true")
-    return DrafterConfig(kind="neural", model=str(folder), num_threads=1, option=option, **fields)
+    return make_config(DrafterConfig, kind="neural", model=str(folder), num_threads=1, option=option, **fields)
 
 
 def with_drafter(settings: DrafterConfig, body: Callable[[RunningDrafter], Awaitable[None]], **extra: Any) -> None:

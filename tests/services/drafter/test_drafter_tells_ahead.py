@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
+from moot.core.options import make_config
 from moot.drafters.base import Ask
 from moot.testing.proposer import ScriptedProposer
 from services.drafter.config import DrafterConfig
@@ -18,7 +19,7 @@ K = 3
 
 def with_ahead(body: Callable[[RunningDrafter], Awaitable[None]]) -> None:
     async def main() -> None:
-        config = DrafterConfig(kind="prompt_lookup", option=("vocab_size=257",), draft_ahead="on")
+        config = make_config(DrafterConfig, kind="prompt_lookup", option=("vocab_size=257",), draft_ahead="on")
         async with running(config, ScriptedProposer(acceptance=0.8)) as drafter:
             await body(drafter)
 

@@ -23,22 +23,14 @@ import pytest
 from moot.config import load_config
 from moot.core.errors import ConfigError
 from moot.core.noise import choice_seed
+from moot.core.options import make_config
 from moot.core.types import SamplingParams
-from moot.rpc.link import LinkConfig
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, byte_tokenizer
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
-from services.drafter.config import DrafterConfig
-from services.router.api.settings import HttpSettings
 from services.router.config import RouterConfig
-from services.router.generation.ballots import BallotPolicy
 from services.router.lifecycle import serve
-from services.router.peers.links import LinkPolicy
-from services.router.peers.strikes import StrikePolicy
-from services.router.peers.verifiers import TargetPolicy
-from services.router.store import StoreConfig
-from services.verifier.config import VerifierConfig
 from tests.waiting import GIVE_UP_S, eventually
 
 TEXT = ScriptedText()
@@ -190,7 +182,9 @@ def test_what_a_router_cannot_start_with_is_a_config_error(tmp_path: Path, chang
         fields = {name: port if value == "taken" else value for name, value in fields.items()}
 
         async def start() -> None:
-            await asyncio.wait_for(serve(RouterConfig(model=str(tmp_path), **fields), asyncio.Event()), GIVE_UP_S)
+            await asyncio.wait_for(
+                serve(make_config(RouterConfig, model=str(tmp_path), **fields), asyncio.Event()), GIVE_UP_S
+            )
 
         with pytest.raises(ConfigError, match=word) as caught:
             asyncio.run(start())
@@ -203,15 +197,15 @@ def test_what_a_router_cannot_start_with_is_a_config_error(tmp_path: Path, chang
     [
         (["--verifiers", ""], "verifiers"),
         (["--verifiers", "h:1", "--vote", "loudest"], "vote"),
-        (["--verifiers", "h:1", "--vote-quorum", "2"], "vote_quorum"),
+        (["--verifiers", "h:1", "--vote-quorum", "2"], "--vote-quorum must be 0 to 1"),
         (["--verifiers", "h:1", "--vote-soft-deadline-ms", "500"], "vote_soft_deadline_ms"),
-        (["--verifiers", "h:1", "--verify-timeout-s", "0"], "verify_timeout_s"),
+        (["--verifiers", "h:1", "--verify-timeout-s", "0"], "--verify-timeout-s must be above 0"),
         (["--verifiers", "h:1", "--eject-s", "nan"], "--eject-s"),
         (["--verifiers", "h:1", "--open-timeout-s", "inf"], "--open-timeout-s"),
-        (["--verifiers", "h:1", "--max-body-bytes", "-5"], "max_body_bytes"),
-        (["--verifiers", "h:1", "--keepalive-time-ms", "-1"], "keepalive_time_ms"),
-        (["--verifiers", "h:1", "--max-moves", "-1"], "max_moves"),
-        (["--verifiers", "h:1", "--port", "-1"], "port"),
+        (["--verifiers", "h:1", "--max-body-bytes", "-5"], "--max-body-bytes must be at least 1"),
+        (["--verifiers", "h:1", "--keepalive-time-ms", "-1"], "--keepalive-time-ms must be at least 1"),
+        (["--verifiers", "h:1", "--max-moves", "-1"], "--max-moves must be at least 0"),
+        (["--verifiers", "h:1", "--port", "-1"], "--port must be at least 0"),
     ],
 )
 def test_router_config_names_what_is_wrong(flags: list[str], word: str) -> None:
@@ -220,27 +214,13 @@ def test_router_config_names_what_is_wrong(flags: list[str], word: str) -> None:
         load_config(RouterConfig, ["--model", "m", *flags], {})
 
 
-def test_a_default_is_the_same_wherever_a_part_is_made() -> None:
-    """A router that is told nothing makes every part as the part makes itself; likewise the peers' side of a link."""
-    config = load_config(RouterConfig, ["--model", "m", "--verifiers", "h:1", "--redis-url", "redis://h:1/0"], {})
-    assert config.link_policy == LinkPolicy()
-    assert config.target_policy == TargetPolicy()
-    assert config.ballot_policy == BallotPolicy()
-    assert config.strike_policy == StrikePolicy()
-    assert config.store == StoreConfig(url="redis://h:1/0")
-    assert config.http == HttpSettings(served_model_names=("m",))
-    assert load_config(VerifierConfig, ["--model", "m"], {}).link == LinkConfig()
-    assert load_config(DrafterConfig, ["--kind", "suffix"], {}).link == LinkConfig()
-
-
 def test_router_config_reaches_every_policy() -> None:
     """Each bound stands in the config once and arrives where it acts."""
     argv = ["--model", "some/folder/", "--verifiers", "h:1,h:2", "--vote-hard-deadline-ms", "70", "--max-moves", "5"]
     config = load_config(RouterConfig, argv, {"MOOT_EJECT_S": "7", "MOOT_REDIS_URL": "redis://h:1/0"})
-    assert config.served_model_names == ("folder",)
+    assert config.http.served_model_names == ("folder",)
     assert config.verifiers == ("h:1", "h:2")
     assert config.ballot_policy.hard_deadline_s == 0.07
     assert config.target_policy.max_moves == 5
     assert config.strike_policy.eject_s == 7
-    assert config.store is not None
     assert config.store.url == "redis://h:1/0"

@@ -7,14 +7,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moot.core.speculation.policy import make_policy
+from moot.core.speculation.ballots import BallotPolicy
+from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.types import FinishReason, SamplingParams
-from moot.rpc.link import LinkConfig
 from moot.runtime.metrics import Metrics
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, byte_tokenizer
 from services.router.api.text import IncrementalText, StopStrings
 from services.router.api.tokenizer import TokenBytes
-from services.router.generation.ballots import BallotPolicy
 from services.router.generation.electorate import Electorate
 from services.router.generation.rounds import Rounds, ServedModel
 from services.router.generation.types import GenerationChunk, GenerationMetrics, GenerationRequest
@@ -28,7 +27,7 @@ from tests.waiting import GIVE_UP_S, eventually
 
 BYTES = TokenBytes(byte_tokenizer())
 LINK = LinkPolicy(
-    link=LinkConfig(describe_timeout_ms=5000),
+    describe_timeout_ms=5000,
     backoff_min_s=0.02,
     backoff_max_s=0.2,
     refused_retry_s=0.2,
@@ -43,9 +42,9 @@ TARGET = TargetPolicy(
 )
 WATCHFUL_TARGET = replace(TARGET, heartbeat_interval_s=0.25, max_missed_heartbeats=3)
 """For the rules of heartbeats."""
-BALLOT = BallotPolicy(soft_deadline_s=GIVE_UP_S, hard_deadline_s=GIVE_UP_S)
+BALLOT = BallotPolicy(soft_deadline_ms=GIVE_UP_S * 1000, hard_deadline_ms=GIVE_UP_S * 1000)
 """Nobody is late on a loaded machine; a round goes on when all have answered."""
-QUICK_BALLOT = BallotPolicy(soft_deadline_s=0.05, hard_deadline_s=0.1)
+QUICK_BALLOT = BallotPolicy(soft_deadline_ms=50, hard_deadline_ms=100)
 """Where a drafter is late on purpose."""
 
 
@@ -174,7 +173,7 @@ async def rig(
         on_inside=lambda one: electorate.admit_inside(one.drafter_id, one.family),
     )
     chosen = {"num_speculative_tokens": 6, "length": "fixed", "shape": "chain", "asks": "all"} | policy
-    bundle = make_policy(**chosen)
+    bundle = make_policy(SpeculationOptions(**chosen))
     electorate = Electorate(bundle, ballots, metrics)
     pools = {
         drafter_id: DrafterPool(

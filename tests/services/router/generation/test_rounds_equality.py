@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from moot.core.speculation.ballots import BallotPolicy
 from moot.core.types import FinishReason, SamplingParams
 from moot.testing import END_TOKEN_ID, Manner, ScriptedDrafter, ScriptedText, ScriptedVerifier
-from services.router.generation.ballots import BallotPolicy
 from services.router.generation.types import GenerationMetrics, GenerationRequest
 from services.router.peers.strikes import StrikePolicy
 from tests.services.router.generation.rounds_rig import TARGET, Outcome, Rig, request, rig
@@ -256,7 +256,7 @@ def test_c34_electorates_of_every_shape(electorate: str) -> None:
             made["d2"] = [ScriptedDrafter(Constant(token=9), context_limit=20)]
         if electorate == "same tick":
             made = {f"d{index}": [ScriptedDrafter(text, seed=1, spoil=0.5)] for index in range(3)}
-        ballots = BallotPolicy(soft_deadline_s=0.01, hard_deadline_s=0.05)
+        ballots = BallotPolicy(soft_deadline_ms=10, hard_deadline_ms=50)
         async with rig(text=text, drafters=made, ballots=ballots) as router:
             dead = {"dead": ["d1"], "all dead": list(made)}.get(electorate, [])
             for drafter_id in dead:
@@ -314,7 +314,7 @@ def test_any_fault_schedule_same_text(seed: int) -> None:
             text=text,
             verifiers=verifiers,
             drafters=drafters(text, seed=seed),
-            ballots=BallotPolicy(soft_deadline_s=0.01, hard_deadline_s=0.03),
+            ballots=BallotPolicy(soft_deadline_ms=10, hard_deadline_ms=30),
             strikes=StrikePolicy(eject_s=0.1, warm_up_s=0.05),
             target=PATIENT_TARGET,
             shape=draw.choice(("chain", "tree")),

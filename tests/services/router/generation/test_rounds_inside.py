@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 
 from moot.core.generation import Generation
+from moot.core.speculation.ballots import BallotPolicy
 from moot.core.speculation.length import LengthPolicy, Load
-from moot.core.speculation.policy import make_policy
+from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.types import Proposal, SamplingParams, Verification
 from moot.runtime.metrics import Metrics
 from moot.testing import ScriptedText, ScriptedVerifier
 from moot.testing.sessions import VerifiedSession
-from services.router.generation.ballots import BallotPolicy
 from services.router.generation.electorate import Electorate
 from services.router.generation.ports import Prefix
 from tests.services.router.generation.rounds_rig import BALLOT, request, rig
@@ -196,7 +196,7 @@ def test_a_probe_waits_for_drafters_that_have_not_been_asked() -> None:
     drafters are judged by what they say."""
 
     async def main() -> None:
-        pool = make_policy(num_speculative_tokens=6, length="fixed")
+        pool = make_policy(SpeculationOptions(num_speculative_tokens=6, length="fixed"))
         electorate = Electorate(pool, BallotPolicy(), Metrics())
         electorate.admit_inside("heads", "heads")
         prefix = Prefix("one", (1, 2, 3), SamplingParams(max_tokens=50))

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from moot.core.speculation.ballots import BallotPolicy
 from moot.core.speculation.panel import USELESS, WINDOW
 from moot.testing import Manner, ScriptedDrafter, ScriptedText
-from services.router.generation.ballots import BallotPolicy
 from services.router.generation.electorate import TRIED_IN
 from services.router.peers.links import PeerState
 from services.router.peers.strikes import StrikePolicy
@@ -89,7 +89,7 @@ def test_what_an_ejected_drafter_cost_is_forgotten() -> None:
 
     async def main() -> None:
         good, silent = ScriptedDrafter(TEXT, spoil=0.0), ScriptedDrafter(TEXT, manner=lambda: Manner.SILENT)
-        ballots = BallotPolicy(soft_deadline_s=0.4, hard_deadline_s=0.4)
+        ballots = BallotPolicy(soft_deadline_ms=400, hard_deadline_ms=400)
         strikes = StrikePolicy(eject_s=600, warm_up_s=0.0)
         drafters = {"good": [good], "silent": [silent]}
         async with rig(text=TEXT, drafters=drafters, ballots=ballots, strikes=strikes, length="goodput") as router:

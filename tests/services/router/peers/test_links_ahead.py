@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from moot.core.options import make_config
 from moot.rpc.link import LinkConfig
 from moot.rpc.server import GrpcServer
 from moot.runtime.metrics import Metrics
@@ -136,7 +137,7 @@ def test_what_may_not_be_told_is_dropped_and_counted(tell: str, reason: str, eje
 @asynccontextmanager
 async def drafter_at_work(acceptance: float) -> AsyncIterator[tuple[str, Metrics]]:
     """A real drafter around a scripted kind, and its address."""
-    metrics, config = Metrics(), DrafterConfig(kind="scripted", draft_ahead="on")
+    metrics, config = Metrics(), make_config(DrafterConfig, kind="scripted", draft_ahead="on")
     engine = DrafterEngine(ScriptedProposer(TEXT, acceptance=acceptance), config, metrics, TEXT.vocab_size)
     info = token_pb2.ModelInfo(vocab_size=TEXT.vocab_size, context_limit=8192)
     server = GrpcServer(LinkConfig(), ["moot.v1.DrafterService"])

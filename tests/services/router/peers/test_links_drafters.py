@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from moot.core.speculation.ballots import BallotPolicy
 from moot.testing import Manner, ScriptedDrafter, ScriptedText, ScriptedVerifier
-from services.router.generation.ballots import BallotPolicy
 from services.router.peers.links import PeerState
 from services.router.peers.strikes import StrikePolicy
 from tests.services.router.generation.rounds_rig import QUICK_BALLOT, request, rig
@@ -58,7 +58,7 @@ def test_a_frozen_drafter_stalls_three_rounds_at_most() -> None:
     async def main() -> None:
         frozen = ScriptedDrafter(TEXT, manner=lambda: Manner.SILENT)
         good = ScriptedDrafter(TEXT, spoil=0.0)
-        ballots = BallotPolicy(soft_deadline_s=0.02, hard_deadline_s=0.06, quorum=1.0)
+        ballots = BallotPolicy(soft_deadline_ms=20, hard_deadline_ms=60, quorum=1.0)
         async with rig(
             text=TEXT,
             drafters={"frozen": [frozen], "good": [good]},

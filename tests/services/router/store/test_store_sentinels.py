@@ -14,6 +14,7 @@ from redis.asyncio.connection import Connection
 from redis.asyncio.sentinel import MasterNotFoundError
 
 from moot.core.errors import ConfigError, StoreUnavailable
+from moot.core.options import make_config
 from services.router.config import RouterConfig
 from services.router.store import DurableStore, StoreConfig, open_store
 from services.router.store.connection import RedisConnection, Sentinels
@@ -258,15 +259,15 @@ def test_flags_that_do_not_fit_are_refused(mistake: str) -> None:
     """Each mistake is a ConfigError that names the flag."""
     flags, words = MISTAKES[mistake]
     with pytest.raises(ConfigError, match=words):
-        _ = RouterConfig(model="m", verifiers=("h:1",), **flags).store
+        make_config(RouterConfig, model="m", verifiers=("h:1",), **flags)
 
 
 def test_the_flags_reach_the_store() -> None:
     """Without --redis-url the server has no password; IPv6 in brackets is an address."""
     flags = {"redis_sentinels": ("[fd00::1]:26379", "b:26379"), "redis_sentinel_master": "m"}
-    made = RouterConfig(model="m", verifiers=("h:1",), redis_sentinel_password="p", **flags).store
-    assert made is not None
-    assert (made.url, made.sentinel_master, made.sentinel_password) == ("redis://", "m", "p")
+    made = make_config(RouterConfig, model="m", verifiers=("h:1",), redis_sentinel_password="p", **flags).store
+    assert made.keeps_records
+    assert (made.server_url, made.sentinel_master, made.sentinel_password) == ("redis://", "m", "p")
     assert "'p'" not in repr(made)
 
     async def scenario() -> None:
