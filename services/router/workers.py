@@ -17,7 +17,6 @@ import signal
 import socket
 import tempfile
 import threading
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +27,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from moot.client import Client, RequestFailed
 from moot.rpc.server import write_ready_file
 from moot.runtime.admin import AdminServer
 from moot.runtime.supervisor import Supervisor
@@ -78,10 +78,9 @@ def merged(texts: Mapping[str, str]) -> list[Metric]:
 
 def _scrape(address: str) -> str:
     try:
-        with urllib.request.urlopen(f"{address}/metrics", timeout=_TIMEOUT_S) as answer:
-            return str(answer.read().decode())
-    except OSError as error:
-        _log.warning("a worker's metrics are missing", extra={"cause": type(error).__name__})
+        return Client(address, timeout_s=_TIMEOUT_S).get("/metrics").decode()
+    except RequestFailed as error:
+        _log.warning("a worker's metrics are missing", extra={"cause": str(error)})
         return ""
 
 
@@ -130,7 +129,7 @@ class Workers:
         return {str(index): f"http://{host}:{one['metrics_port']}" for index, one in enumerate(facts) if one}
 
     def any_says_yes(self, path: str) -> bool:
-        return any(_says_yes(address + path) for address in self.addresses().values())
+        return any(_says_yes(address, path) for address in self.addresses().values())
 
 
 def serve_workers(config: RouterConfig, argv: Sequence[str]) -> None:
@@ -176,9 +175,9 @@ def _stop_signal() -> threading.Event:
     return stop
 
 
-def _says_yes(url: str) -> bool:
+def _says_yes(address: str, path: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=_PROBE_TIMEOUT_S) as answer:
-            return bool(answer.status == 200)
-    except OSError:
+        Client(address, timeout_s=_PROBE_TIMEOUT_S).get(path)
+    except RequestFailed:
         return False
+    return True
