@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from moot.model.decoder.kernels.library import CPU_FLAGS
@@ -118,9 +118,8 @@ class Pod:
         if "httpGet" in probe:
             url = f"http://{self.address}:{probe['httpGet']['port']}{probe['httpGet']['path']}"
             try:
-                with urllib.request.urlopen(url, timeout=probe.get("timeoutSeconds", 1)) as answer:
-                    return bool(answer.status == 200)
-            except OSError:
+                return httpx.get(url, timeout=probe.get("timeoutSeconds", 1)).status_code == 200
+            except httpx.TransportError:
                 return False
         if "exec" in probe:
             done = subprocess.run(

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from moot.testing.tiny_model import make_tiny_model
@@ -73,20 +73,14 @@ def free_port() -> int:
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return json.loads(answer.read())
+    return httpx.get(url, timeout=10).raise_for_status().json()
 
 
 def test_compose_answers_and_is_watched(compose: dict[str, int]) -> None:
     """`docker compose up`: a completion is streamed, and Prometheus scrapes every program and has the chart's rules."""
     body = {"model": "org/tiny", "prompt": "one two one two", "max_tokens": 16, "stream": True}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{compose['HTTP']}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert answer.read().decode().rstrip().endswith("data: [DONE]")
+    answer = httpx.post(f"http://127.0.0.1:{compose['HTTP']}/v1/completions", json=body, timeout=60)
+    assert answer.text.rstrip().endswith("data: [DONE]")
     prometheus = f"http://127.0.0.1:{compose['PROMETHEUS']}/api/v1"
     expected = {"router", "verifier", "drafter-suffix", "drafter-lookup"}
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -77,13 +77,9 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
 def ask(pods: dict[str, Pod], **fields: Any) -> list[dict[str, Any]]:
     """The chunks of a streamed completion."""
     body = {"model": "tiny", "prompt": "one two three one two three one two", "max_tokens": 48, "temperature": 0}
-    request = urllib.request.Request(
-        f"http://{pods['router'].address}:8000/v1/completions",
-        json.dumps({**body, "stream": True, "include_metrics": True, **fields}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        events = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: ")]
+    url = f"http://{pods['router'].address}:8000/v1/completions"
+    answer = httpx.post(url, json={**body, "stream": True, "include_metrics": True, **fields}, timeout=60)
+    events = [line[6:] for line in answer.raise_for_status().text.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     return [json.loads(event) for event in events[:-1]]
 
@@ -122,9 +118,7 @@ def test_the_pod_of_helm_test_is_content(pods: dict[str, Pod]) -> None:
 def test_records_are_in_the_store(pods: dict[str, Pod]) -> None:
     """The router found the store that the chart rendered: it is durable, and holds keys of this release."""
     ask(pods)
-    with urllib.request.urlopen(f"http://{pods['router'].address}:8002/metrics", timeout=5) as answer:
-        metrics = answer.read().decode()
-    assert "moot_state_store_up 1.0" in metrics
+    assert "moot_state_store_up 1.0" in httpx.get(f"http://{pods['router'].address}:8002/metrics", timeout=5).text
     keys = docker("exec", pods["redis"].name, "redis-cli", "--scan").split()
     assert keys
     assert all(key.startswith("demo") for key in keys), keys[:5]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from moot.runtime.supervisor import Child, ChildFailed, Supervisor
@@ -107,9 +106,7 @@ class Process:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of `name` (full name, with `_total`) that have these labels."""
-        url = f"http://{self.host}:{self.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=GIVE_UP_S) as response:
-            text = response.read().decode()
+        text = get(self.metrics_port, "/metrics", self.host).raise_for_status().text
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)
@@ -119,15 +116,20 @@ class Process:
 
     def probe(self, path: str) -> int:
         """Status of GET `path` on the metrics port."""
-        try:
-            with urllib.request.urlopen(f"http://{self.host}:{self.metrics_port}{path}", timeout=GIVE_UP_S) as response:
-                return int(response.status)
-        except urllib.error.HTTPError as error:
-            return error.code
+        return get(self.metrics_port, path, self.host).status_code
 
     def _signal(self, number: signal.Signals) -> None:
         if self.is_running:
             self.child.process.send_signal(number)
+
+
+# One for all: each new one reads the system's certificates.
+_HTTP = httpx.Client(timeout=GIVE_UP_S, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
+
+
+def get(port: int, path: str, host: str = LOOPBACK) -> httpx.Response:
+    """Whatever its status, on a connection of its own. Raises httpx.TransportError."""
+    return _HTTP.get(f"http://{host}:{port}{path}")
 
 
 def wait_metric(process: Process, name: str, is_good: Callable[[float], bool], **labels: str) -> float:

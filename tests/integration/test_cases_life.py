@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,10 +14,10 @@ from moot.testing.drafter import Manner
 from tests.integration.api import COMPLETIONS, choice_of, events, ids_of, post, streaming, whole
 from tests.integration.asking import Ask
 from tests.integration.looping_model import END_ID, ENDING, greedy_ids
-from tests.integration.processes import LOOPBACK, Process
+from tests.integration.processes import Process, get
 from tests.integration.shared_systems import NARROW_BYTES, Looping, Scripted
 from tests.integration.whole_system import System
-from tests.waiting import GIVE_UP_S, until
+from tests.waiting import until
 
 HA = list(b" ha ha ha")
 ENDLESS = {"prompt": HA, "max_tokens": 30_000, "ignore_eos": True, "temperature": 0}
@@ -26,8 +25,7 @@ ENDLESS = {"prompt": HA, "max_tokens": 30_000, "ignore_eos": True, "temperature"
 
 def samples(router: Process) -> dict[tuple[str, ...], float]:
     """Every sample of the router's metrics by name and label values."""
-    with urllib.request.urlopen(f"http://{LOOPBACK}:{router.metrics_port}/metrics", timeout=GIVE_UP_S) as response:
-        text = response.read().decode()
+    text = get(router.metrics_port, "/metrics").text
     return {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -12,9 +10,9 @@ import pytest
 from moot.testing.tiny_model import make_tiny_model
 from tests.integration.asking import Ask, assert_same, complete
 from tests.integration.faulty import STEP_DELAY, Rig, body, chat_body
-from tests.integration.processes import LOOPBACK, equal_to, wait_metric
+from tests.integration.processes import equal_to, get, wait_metric
 from tests.integration.whole_system import running
-from tests.waiting import GIVE_UP_S, until
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +105,6 @@ def test_a_poisoned_request_fails_alone(rig: Rig, stream: bool) -> None:
     assert rig.system.router.metric("moot_request_moves_total") == num_moves, "no verifier was blamed for it"
 
 
-def status_of(port: int, path: str) -> int:
-    try:
-        with urllib.request.urlopen(f"http://{LOOPBACK}:{port}{path}", timeout=GIVE_UP_S) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
 def test_a_terminated_router_drains(rig: Rig) -> None:
     """C25: SIGTERM with 20 streams: not ready at once, new requests 503 with Retry-After, all streams finish right."""
     bodies = [body(index % 4, max_tokens=240) for index in range(20)]
@@ -125,8 +115,8 @@ def test_a_terminated_router_drains(rig: Rig) -> None:
         ask.wait_tokens(2)
     router.terminate()
     until(lambda: router.probe("/readyz") == 503, "readiness is off")
-    assert status_of(router.port, "/readyz") == 503
-    assert status_of(router.port, "/livez") == 200
+    assert get(router.port, "/readyz").status_code == 503
+    assert get(router.port, "/livez").status_code == 200
     refused = Ask(router.port, body(0), stream=False).result()
     assert any(not ask.is_over for ask in asks), "readiness went off after the streams"
     assert refused.status == 503, refused

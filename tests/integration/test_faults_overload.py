@@ -19,8 +19,7 @@ from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
 from tests.integration.asking import Ask, Reply, assert_same
 from tests.integration.faulty import STEP_DELAY, Rig, body
-from tests.integration.processes import LOOPBACK, Process, at_least, equal_to, wait_metric
-from tests.integration.test_faults_clients import status_of
+from tests.integration.processes import LOOPBACK, Process, at_least, equal_to, get, wait_metric
 from tests.integration.whole_system import running
 from tests.waiting import until
 
@@ -94,7 +93,7 @@ def health_s(router: Process) -> float:
     times = []
     for _ in range(20):
         begun = time.monotonic()
-        assert status_of(router.port, "/health") == 200
+        assert get(router.port, "/health").status_code == 200
         times.append(time.monotonic() - begun)
     return statistics.median(times)
 
@@ -144,7 +143,7 @@ def test_a_full_verifier_is_known_before_it_is_asked(rig: Rig) -> None:
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             assert 1 <= int(dict(call.trailing_metadata())["retry-after"]) <= 60
         assert turned_away(router, "places") == before + 21
-        assert [status_of(router.port, path) for path in ("/health", "/readyz", "/livez")] == [200, 200, 200]
+        assert [get(router.port, path).status_code for path in ("/health", "/readyz", "/livez")] == [200, 200, 200]
         asks[-1].give_up()
         wait_metric(router, "moot_num_requests_running", equal_to(SEQS + 7))
         last = Ask(router.port, body(1, 10))

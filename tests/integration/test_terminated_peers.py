@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import urllib.error
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from moot.testing.tiny_model import make_tiny_model
@@ -43,7 +43,7 @@ def assert_all_right(rig: Rig, asks: list[Ask]) -> None:
 def is_not_ready(process: Process) -> bool:
     try:
         return process.probe("/readyz") == 503
-    except (urllib.error.URLError, ConnectionError):
+    except httpx.TransportError:
         return True  # ended already
 
 

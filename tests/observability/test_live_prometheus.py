@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.api import CHAT, post
 from tests.integration.looping_model import make_looping_model
+from tests.integration.processes import get
 from tests.integration.shared_systems import DEADLINES
 from tests.integration.whole_system import System, running
 from tests.observability.needed_tools import module
@@ -210,6 +210,5 @@ def _excused(expression: str) -> bool:
 
 
 def _samples(port: int) -> list[Any]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
+    text = get(port, "/metrics").text
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]

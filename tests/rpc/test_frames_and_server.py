@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
 from pathlib import Path
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -134,8 +134,7 @@ def test_large_frames_pass_and_larger_ones_fail_cleanly_and_errors_carry_codes(t
                 await stub.Describe(pb.DescribeDrafterRequest(), timeout=GIVE_UP_S)
             assert full.value.code() == grpc.StatusCode.UNAVAILABLE
             assert ("retry-after", "3") in tuple(full.value.trailing_metadata())
-        with urllib.request.urlopen(f"http://127.0.0.1:{facts['metrics_port']}/readyz", timeout=GIVE_UP_S) as answer:
-            assert answer.status == 200
+        assert httpx.get(f"http://127.0.0.1:{facts['metrics_port']}/readyz", timeout=GIVE_UP_S).status_code == 200
         terminated.set()
         await asyncio.wait_for(life, GIVE_UP_S)
         assert drained == [True]

@@ -98,6 +98,56 @@ def test_an_ended_child_is_reported_once_and_not_restarted(tmp_path: Path) -> No
             supervisor.check()
 
 
+def test_a_replaced_child_starts_again_after_longer_and_longer_pauses(tmp_path: Path) -> None:
+    """It ends again and again: each pause is twice the last, up to a bound. One that served for long starts at once."""
+    told: list[str] = []
+    with Supervisor(tmp_path, say=told.append) as supervisor:
+        child = spawn(supervisor, SERVE + FOREVER)
+        child.replaced = True
+        supervisor.wait_ready([child], GIVE_UP_S)
+        assert child.ready_at is not None
+        now = child.ready_at
+        pauses: list[float] = []
+
+        def end() -> int:
+            pid = child.process.pid
+            child.process.kill()
+            child.process.wait()
+            supervisor.check(now)
+            assert child.facts == {}
+            return pid
+
+        for _ in range(8):
+            pid = end()
+            pauses.append(float(told[-1].split()[-2]))
+            supervisor.check(now + 0.9 * pauses[-1])
+            assert child.process.pid == pid
+            now += pauses[-1]
+            supervisor.check(now)
+            assert child.process.pid != pid
+        assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30]
+        supervisor.wait_ready([child], GIVE_UP_S)
+        now = child.ready_at + 61
+        end()
+        assert told[-1].endswith("starts again in 0 s")
+        supervisor.check(now)
+        assert child.status is None
+        assert is_alive(child.process.pid)
+        assert len(supervisor.children) == 1
+        last = child.process.pid
+    assert not is_alive(last)
+
+
+def test_a_child_without_a_log_writes_where_its_parent_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Both its outputs arrive, and the error that it ended with says that its words stand above."""
+    script = READY + "print('out', flush=True); print('err', file=sys.stderr); exit(3)"
+    with Supervisor(tmp_path) as supervisor, pytest.raises(ChildFailed, match="status 3 before it served; its last"):
+        supervisor.wait_ready([spawn(supervisor, script, logged=False)], GIVE_UP_S)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("out\n", "err\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_stop_is_orderly_and_ends_even_the_stubborn(tmp_path: Path) -> None:
     """The last started ends first; who ignores SIGTERM is killed when the grace is over."""
     told: list[str] = []

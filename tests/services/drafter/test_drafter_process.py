@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
+
+import httpx
 
 from moot.rpc.link import LinkConfig, open_channel
 from tests.services.drafter.drafter_driver import Peer, open_command, propose_command
@@ -41,7 +42,7 @@ def test_a_process_serves_and_drains_on_sigterm(tmp_path: Path) -> None:
                 peer = Peer(channel)
                 assert await peer.ids(open_command(1, [1, 2, 3, 1]), propose_command(1, 4, (), 2)) == [[2, 3]]
                 url = f"http://127.0.0.1:{facts['metrics_port']}/metrics"
-                text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=GIVE_UP_S).read().decode())
+                text = (await asyncio.to_thread(httpx.get, url, timeout=GIVE_UP_S)).text
                 assert "moot_num_sessions 1.0" in text
                 assert "moot_draft_seconds_count 1.0" in text
                 process.send_signal(signal.SIGTERM)

@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 
 from moot.core.types import Draft, FinishReason, SamplingParams
@@ -326,13 +325,7 @@ async def process(
 
 
 async def status_of(port: int, path: str) -> int:
-    def get() -> int:
-        try:
-            return int(urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=GIVE_UP_S).status)
-        except urllib.error.HTTPError as error:
-            return error.code
-
-    return await asyncio.to_thread(get)
+    return (await asyncio.to_thread(httpx.get, f"http://127.0.0.1:{port}{path}", timeout=GIVE_UP_S)).status_code
 
 
 def test_a_flag_adds_vllms_names_to_the_metrics(model_folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -342,8 +335,7 @@ def test_a_flag_adds_vllms_names_to_the_metrics(model_folder: Callable[..., Path
         folder = model_folder("llama", "float32")
         async with process(folder, tmp_path, "--vllm-metric-names") as (_, ports):
             url = f"http://127.0.0.1:{ports['metrics_port']}/metrics"
-            answer = await asyncio.to_thread(urllib.request.urlopen, url, timeout=GIVE_UP_S)
-            lines = answer.read().decode().splitlines()
+            lines = (await asyncio.to_thread(httpx.get, url, timeout=GIVE_UP_S)).text.splitlines()
         names = {line.partition("{")[0] for line in lines if f'model_name="{folder.name}"' in line}
         assert names == {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
 
