@@ -26,21 +26,8 @@ class HttpSettings:
     """Whatever the context, a longer prompt is not tokenized."""
     tokenize_timeout_s: float = 20.0
     tokenize_threads: int = 2
-    max_n: int = 64
-    max_prompts: int = 256
-    """Prompts in one completion request."""
     max_choices: int = 256
     """Prompts times n in one request."""
-    max_messages: int = 2048
-    max_stop_strings: int = 16
-    max_stop_chars: int = 256
-    max_stop_token_ids: int = 256
-    max_logit_bias: int = 1024
-    max_logprobs: int = 20
-    max_speculative_tokens: int = 64
-    max_drafters: int = 64
-    default_completion_tokens: int = 16
-    """`max_tokens` of /v1/completions when absent (OpenAI's default); a chat gets the rest of the context."""
     max_choices_in_flight: int = 1024
     """Over all callers: one more is refused with 503."""
     max_choices_per_key: int = 256
