@@ -65,7 +65,8 @@ class Body(BaseModel):
         for name, value in values.items():
             if name not in known and not (value is None and name in cls.unsupported):
                 problem = "is not supported" if name in cls.unsupported else "is not a supported field"
-                raise PydanticCustomError(_OWN, problem, {"field": name})  # type: ignore[arg-type]
+                shown = name[:_SHOWN_NAME_CHARS].encode("ascii", "backslashreplace").decode("ascii")
+                raise PydanticCustomError(_OWN, problem, {"field": shown})
         return body
 
     @classmethod
@@ -111,7 +112,7 @@ def _false(value: bool) -> bool:
 def _biases(value: Any, handler: ValidatorFunctionWrapHandler) -> dict[str, float]:
     """One error for the whole object: its keys are the caller's, and as many as he likes."""
     if isinstance(value, dict) and len(value) > _MAX_BIASES:
-        raise PydanticCustomError(_OWN, f"must be an object of at most {_MAX_BIASES} token ids")  # type: ignore[arg-type]
+        raise PydanticCustomError(_OWN, f"must be an object of at most {_MAX_BIASES} token ids")
     try:
         biases: dict[str, float] = handler(value)
         return biases
@@ -258,7 +259,7 @@ class SharedFields(Body):
         Annotated[StopString, Tag("(text)")]
         | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("(list)")],
         TextOrList,
-    ] = []  # type: ignore[assignment]
+    ] = []
     """Texts that end the answer, and are not part of it."""
     skip_special_tokens: bool = True
     """Whether special tokens have no text."""
@@ -355,6 +356,8 @@ _PROBLEMS = {
     "literal_error": "must be {expected}",
 }
 """What is said of a field, by the library's error; only bounds are put in."""
+_ANY_PROBLEM = "is not valid"
+"""What is said of an error that a later version of the library may have."""
 
 
 def read(kind: type[BodyT], values: Mapping[str, Any], names: Mapping[str, str]) -> BodyT:
@@ -377,11 +380,11 @@ def refusal(field: str, problem: str, names: Mapping[str, str]) -> InvalidReques
 def _refusal(error: ErrorDetails, names: Mapping[str, str]) -> InvalidRequest:
     context = error.get("ctx", {})
     bounds = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
-    problem = error["msg"] if error["type"] == _OWN else _PROBLEMS[error["type"]].format_map(bounds)
+    problem = error["msg"] if error["type"] == _OWN else _PROBLEMS.get(error["type"], _ANY_PROBLEM).format_map(bounds)
     # Tags of alternatives stand in the path too; no field's name begins like them.
     path = [step for step in error["loc"] if isinstance(step, int) or step[0] != "("]
     if "field" in context:
-        path.append(context["field"][:_SHOWN_NAME_CHARS].encode("ascii", "backslashreplace").decode("ascii"))
+        path.append(context["field"])
     # Objects in lists are named by their number, other items by their list.
     of_item = isinstance(path[-1], int) and error["type"] != "model_type"
     while of_item and isinstance(path[-1], int):

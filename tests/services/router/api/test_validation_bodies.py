@@ -93,6 +93,27 @@ def test_an_unsupported_or_unknown_field_is_refused_by_name(call: Any, field: st
     assert caught.value.param == field
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("", ""),
+        ("x" * 500, "x" * 64),
+        ("\ud800é", "\\ud800\\xe9"),
+        ("(text)", "(text)"),
+        ("{0} {field}", "{0} {field}"),
+        ("a.b[0]", "a.b[0]"),
+    ],
+)
+def test_an_unknown_name_is_shown_in_ascii_and_cut(name: str, shown: str) -> None:
+    """Whatever a caller calls a field, at the top and inside: an error of his, not of ours."""
+    with pytest.raises(InvalidRequest) as caught:
+        completion(**{name: 1})
+    assert caught.value.param == shown
+    with pytest.raises(InvalidRequest) as caught:
+        chat(messages=[{"role": "user", "content": "a", name: 1}])
+    assert caught.value.param == f"messages[0].{shown}"
+
+
 @pytest.mark.parametrize("call", [completion, chat])
 def test_null_is_absent_for_every_known_field(call: Any) -> None:
     """Clients send null for what they leave out; a name nobody knows is refused even then."""
