@@ -201,6 +201,8 @@ def _sampling(
     """What a body says of how tokens are drawn, without `max_tokens` and `seed`."""
     allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
     bias = {int(token): amount for token, amount in body.logit_bias.items()}
+    if len(body.allowed_token_ids or ()) > info.vocab_size:
+        raise refusal("allowed_token_ids", f"must have at most {info.vocab_size} items", names)
     _check_ids("allowed_token_ids", allowed or (), info, names)
     _check_ids("stop_token_ids", body.stop_token_ids, info, names)
     _check_ids("logit_bias", bias, info, names)
