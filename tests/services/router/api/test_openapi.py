@@ -24,6 +24,7 @@ from services.router.api.http.docs_page import page
 from services.router.api.http.openapi import document
 from services.router.api.settings import HttpSettings
 from tests.services.router.api.http_fakes import LiveServer, ScriptedGenerator, byte_level_tokenizer, saying
+from tests.waiting import GIVE_UP_S
 
 DOCUMENT = document(guarded=True)
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
@@ -35,8 +36,6 @@ LEAST: dict[type[Body], dict[str, Any]] = {
     CompletionRequest: {"prompt": "a"},
 }
 CANARY = "canaryzq"
-PATIENCE_S = 60
-"""For what must come, on however slow a machine."""
 
 
 def resolve(schema: dict[str, Any]) -> dict[str, Any]:
@@ -342,8 +341,8 @@ def test_both_are_served_to_everybody_and_need_nobody_else(keys: list[str]) -> N
     settings = HttpSettings(served_model_names=(CANARY,))
     with LiveServer(ScriptedGenerator(lambda _: []), TOKENIZER, settings, ApiKeys.from_keys(keys)) as live:
         live.state.info = None
-        told = httpx.get(live.url + "/openapi.json", timeout=PATIENCE_S)
-        docs = httpx.get(live.url + "/docs", timeout=PATIENCE_S)
+        told = httpx.get(live.url + "/openapi.json", timeout=GIVE_UP_S)
+        docs = httpx.get(live.url + "/docs", timeout=GIVE_UP_S)
         routes = {route.path.replace(":path", "") for route in live.app.routes}
     assert told.json() == document(bool(keys))
     assert set(told.json()["paths"]) == routes
