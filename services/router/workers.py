@@ -154,7 +154,9 @@ def serve_workers(config: RouterConfig, argv: Sequence[str]) -> None:
         workers.start(argv, http_port, grpc_port)
         while not stop.wait(_POLL_S):
             if workers.check():
-                write_ready_file(config.service.ready_file, port=http_port, grpc_port=grpc_port, metrics_port=admin.port)
+                write_ready_file(
+                    config.service.ready_file, port=http_port, grpc_port=grpc_port, metrics_port=admin.port
+                )
         _log.info("draining", extra={"workers": config.workers})
 
 

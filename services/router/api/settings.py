@@ -7,7 +7,6 @@ from typing import Protocol
 
 from moot.core.errors import MootError
 from moot.core.options import Options, option, option_of
-from moot.core.speculation.length import MOST_SPECULATIVE_TOKENS
 from moot.core.types import ModelInfo
 from services.router.generation.types import Places, RefusalOptions
 
@@ -34,21 +33,8 @@ class HttpSettings(Options):
     """Whatever the context, a longer prompt is not tokenized."""
     tokenize_timeout_s: float = 20.0
     tokenize_threads: int = 2
-    max_n: int = 64
-    max_prompts: int = 256
-    """Prompts in one completion request."""
     max_choices: int = 256
     """Prompts times n in one request."""
-    max_messages: int = 2048
-    max_stop_strings: int = 16
-    max_stop_chars: int = 256
-    max_stop_token_ids: int = 256
-    max_logit_bias: int = 1024
-    max_logprobs: int = 20
-    max_speculative_tokens: int = MOST_SPECULATIVE_TOKENS
-    max_drafters: int = 64
-    default_completion_tokens: int = 16
-    """`max_tokens` of /v1/completions when absent (OpenAI's default); a chat gets the rest of the context."""
     max_choices_in_flight: int = option(
         1024,
         help="choices generated at a time; one more is refused with 503",

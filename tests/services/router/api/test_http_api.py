@@ -384,7 +384,7 @@ def test_a_request_that_is_not_durable_says_so() -> None:
 KEY = "key-canary-6f1d"
 
 
-def test_every_route_but_the_probes_needs_a_key() -> None:
+def test_every_route_but_probes_and_description_needs_a_key() -> None:
     """Guarded by default: a walk over all routes, paths nobody serves, and spellings of the open ones."""
     with LiveServer(make(), TOKENIZER, keys=ApiKeys([key_hash(KEY)])) as live:
         routes = [route for route in live.app.routes if isinstance(route, Route)]
@@ -400,13 +400,15 @@ def test_every_route_but_the_probes_needs_a_key() -> None:
             "/v1/%2e%2e/health",
             "/health%2f..%2fmetrics",
             "//health",
-            "/docs",
+            "/docs/",
+            "/openapi.json/",
+            "/redoc",
         ]:
             for method in ("GET", "POST", "OPTIONS", "PUT"):
                 for header in bad:
                     headers = {"authorization": header.encode()} if header else {}
                     response = live.client.request(method, live.url + path, headers=headers)
-                    if path in ("/health", "/readyz", "/livez"):
+                    if path in ("/health", "/readyz", "/livez", "/openapi.json", "/docs"):
                         assert response.status_code == (200 if method == "GET" else 405)
                     else:
                         assert (response.status_code, path) == (401, path)
