@@ -1,1 +1,7 @@
-"""Measurements that anyone can rerun. Each script prints a Markdown table and writes JSON under `bench/results/`."""
+"""Measurements that anyone can rerun: `python -m bench.NAME` measures and writes docs/results/NAME.md."""
+
+from pathlib import Path
+
+ROOMS = ("forward", "replays", "router", "system", "virtual")
+# A command is named by what it measures, not by its room: `python -m bench.load` is bench/system/load.py.
+__path__ += [str(Path(__file__).parent / room) for room in ROOMS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from moot.core.errors import ConfigError
 from moot.shipped import locate
 
 BFLOAT16, FOUR_BITS = "bfloat16", "4-bit weights: another model's numerics"
@@ -84,10 +85,10 @@ PEERS = (
 
 
 def chosen(names: Iterable[str]) -> list[Peer]:
-    """Raises ValueError for a name there is none of."""
+    """Raises ConfigError for a name there is none of."""
     known = {peer.name: peer for peer in PEERS}
     wanted = list(names)
     for name in wanted:
         if name not in known:
-            raise ValueError(f"no peer is called {name}: there are {', '.join(known)}")
+            raise ConfigError(f"no peer is called {name}: there are {', '.join(known)}")
     return [known[name] for name in wanted]

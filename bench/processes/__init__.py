@@ -1,0 +1,1 @@
+"""Processes that stand beside the measured ones: scripted peers, and a verifier that keeps a trace."""
