@@ -10,12 +10,13 @@ _CELL = re.compile(r"(?P<median>-?[\d,.]*\d)(?: ?%)?(?: \((?P<low>-?[\d,.]+)(?: 
 
 
 def read(cell: str) -> tuple[float, float, float] | None:
-    """Median and ends that a cell begins with; a number alone is its own ends. None: it begins with no number."""
+    """Median and ends that a cell begins with; without ends around it, a number is its own. None: it begins with no
+    number."""
     found = _CELL.match(cell)
     if found is None:
         return None
     median, low, high = (float((found[name] or found["median"]).replace(",", "")) for name in ("median", "low", "high"))
-    return median, low, high
+    return (median, low, high) if low <= median <= high else (median, median, median)
 
 
 def draw(figure: Any, result: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from bench.misbehaving import KINDS, NO_FAULT, compare
+from bench.virtual.misbehaving import KINDS, NO_FAULT, compare
 
 
 def test_no_drafter_costs_more_than_it_brings() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.branch_time import comb
+from bench.forward.branch_time import comb
 from moot.core.types import ROOT
 from moot.model.trees import depths_of, paths
 
