@@ -20,7 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 _FIRST = re.compile(
-    r"<!-- made by python -m bench\.(?P<bench>\w+).* at (?P<commit>[0-9a-f]{7,40})\b.*; measures (?P<paths>.*) -->\n"
+    r"<!-- made by python -m bench\.(?P<bench>\w+).* at (?P<commit>[0-9a-f]{7,40})\b.*;"
+    r" measures (?P<paths>.*) -->\n"
 )
 _AGE = re.compile(r"(?P<begin><!-- age -->\n)(?P<text>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _TOLD = re.compile(r"(?P<count>\d+) commits? touched `(?P<path>[^`]+)` since \(the last: (?P<last>[0-9a-f]+)\)")

@@ -21,6 +21,8 @@ RESULTS = ROOT / "docs" / "results"
 SHORT = {"-k": "--num-speculative-tokens"}
 AGE = "<!-- age -->\n<!-- end -->"
 """The place that tools/results_age.py fills."""
+COMMANDS = __name__.removesuffix(".harness.pages")
+"""The package that the commands are modules of."""
 ConfigT = TypeVar("ConfigT", bound="PageConfig")
 
 
@@ -61,7 +63,7 @@ class Bench:
         """The config of this run. `argv` None: the command line's. Raises ConfigError."""
         given = sys.argv[1:] if argv is None else argv
         flags = [SHORT.get(argument, argument) for argument in given]
-        return load_config(cls, flags, prog=f"python -m bench.{self.name}", description=self.about or "")
+        return load_config(cls, flags, prog=f"python -m {COMMANDS}.{self.name}", description=self.about or "")
 
     def kept(self, config: PageConfig, part: str = "") -> dict[str, Any]:
         """What the last run wrote down as `facts`; nothing without one."""
@@ -88,7 +90,7 @@ class Bench:
             "name": path.name,
             "about": (self.about or "").split("\n\n")[0],
             "command": " ".join(
-                ["python -m", f"bench.{self.name}", *map(_shown, sys.argv[1:] if argv is None else argv)]
+                ["python -m", f"{COMMANDS}.{self.name}", *map(_shown, sys.argv[1:] if argv is None else argv)]
             ),
             "commit": commit(self.measures),
             "measures": self.measures,

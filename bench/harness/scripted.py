@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.harness.pages import COMMANDS
 from moot import embedded_store
 from moot.supervisor import Child, Supervisor
 from moot.testing.tokenizer import byte_tokenizer
@@ -45,7 +46,7 @@ def wait_serving(router: Child) -> None:
 
 def module(name: str, flags: Sequence[str]) -> list[str]:
     """The command of a process of ours that writes a ready file."""
-    return [sys.executable, "-m", f"bench.processes.{name}", *flags, "--ready-file", "{ready_file}"]
+    return [sys.executable, "-m", f"{COMMANDS}.processes.{name}", *flags, "--ready-file", "{ready_file}"]
 
 
 def scripted_peers(supervisor: Supervisor, folder: Path, flags: Sequence[str]) -> Child:

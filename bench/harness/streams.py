@@ -25,9 +25,7 @@ class Reply:
     sent: float = 0.0
     status: int = 0
     pieces: list[tuple[float, list[int]]] = field(default_factory=list)
-    text: str = ""
     metrics: dict[str, Any] = field(default_factory=dict)
-    finish_reason: str | None = None
     error: str = ""
     is_whole: bool = False
     retry_after_s: float = 0.0
@@ -42,38 +40,23 @@ class Reply:
         return self.pieces[0][0] - self.sent
 
     @property
-    def gaps(self) -> list[float]:
-        """Seconds between a piece and the one before it."""
-        times = [at for at, _ in self.pieces]
-        return [later - earlier for earlier, later in itertools.pairwise(times)]
-
-    @property
     def token_gaps(self) -> list[float]:
-        """As `gaps`, shared among a piece's tokens: one entry for each."""
-        later = [len(ids) for _, ids in self.pieces[1:]]
-        return [gap / count for gap, count in zip(self.gaps, later, strict=True) for _ in range(count)]
+        """Seconds between a piece and the one before it, shared among its tokens: one entry for each."""
+        pairs = itertools.pairwise(self.pieces)
+        return [(at - before) / len(ids) for (before, _), (at, ids) in pairs for _ in ids]
 
 
 class RequestBroken(RuntimeError):
     """A measured request was refused or broke off."""
 
 
-async def ask(
-    url: str,
-    body: Mapping[str, Any],
-    *,
-    name: str = "",
-    leave_after: int = 0,
-    chat: bool = True,
-    into: Reply | None = None,
-) -> Reply:
-    """One streamed request. With `leave_after` the connection is closed once so many tokens are here. `into`: filled
-    while the answer arrives.
+async def ask(url: str, body: Mapping[str, Any], *, name: str = "", leave_after: int = 0, chat: bool = True) -> Reply:
+    """One streamed request. With `leave_after` the connection is closed once so many tokens are here.
 
     Whatever the server answers is in the reply; raises OSError and TimeoutError for the connection.
     """
     parts = urllib.parse.urlsplit(url)
-    reply = into or Reply(name)
+    reply = Reply(name)
     async with asyncio.timeout(TIMEOUT_S):
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**22)
         try:
@@ -123,8 +106,6 @@ def _take(reply: Reply, event: dict[str, Any], now: float) -> int:
     reply.metrics = event.get("metrics") or reply.metrics
     count = 0
     for choice in event.get("choices", ()):
-        reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-        reply.text += (choice.get("delta") or {}).get("content") or choice.get("text") or ""
         if ids := choice.get("token_ids"):
             reply.pieces.append((now, ids))
             count += len(ids)

@@ -1,6 +1,6 @@
 """What a round costs the router: CPU per round, and the time a round takes when its peers cost almost nothing.
 
-    python -m bench.router_round [--concurrency 1,16,64] [--tokens 256] [--repetitions 7] [--drafters 3] [--step-ms 0]
+    python -m bench.router_round [--concurrency 1,16,64] [--tokens 256] [--drafters 3] [--step-ms 0]
 
 The router is the real process with everything on: HTTP with SSE, a record of every request on a Redis-like server, one
 remote verifier and three remote drafters, scripted, in a process of their own. CPU is the router's user and system

@@ -171,8 +171,8 @@ def measure(config: Config) -> tuple[Predictor, dict[int, list[tuple[Run, Run]]]
         prompts = [[ids(prompt) for prompt in half] for half in (first, second)]
         recorded = asyncio.run(record(system.verifier.port, prompts[0] + prompts[1], config.max_tokens))
         say("step times of the verifier, driven directly")
-        sizes = (1, 2, 4, 8, 16), (1, 3, 6, 9, 13)
-        table = asyncio.run(step_table(system.verifier.port, prompts[0], *sizes, config.repetitions))
+        sizes, num_ids = ((1, 2, 4, 8, 16), (1, 3, 6, 9, 13)), min(vocabulary_size(tokenizer), 40_000)
+        table = asyncio.run(step_table(system.verifier.port, prompts[0], *sizes, num_ids, config.repetitions))
         say(str(table))
         runs: dict[int, list[tuple[Run, Run]]] = {}
         for concurrency in CONCURRENCIES:

@@ -136,9 +136,8 @@ class StepTable:
 class Steps:
     """Steps on a verifier with nothing else to do."""
 
-    def __init__(self, direct: DirectVerifier, repetitions: int) -> None:
-        self._direct = direct
-        self._repetitions = repetitions
+    def __init__(self, direct: DirectVerifier, num_ids: int, repetitions: int) -> None:
+        self._direct, self._num_ids, self._repetitions = direct, num_ids, repetitions
         self.hops: list[float] = []
 
     async def times(self, prompts: Sequence[Sequence[int]], widths: Sequence[int]) -> list[float]:
@@ -153,7 +152,9 @@ class Steps:
         times: list[float] = []
         for number in range(self._repetitions + 1):
             drafts = {
-                session: Draft.chain(tuple((31 * index + number + 7 * session) % 40_000 for index in range(width - 1)))
+                session: Draft.chain(
+                    tuple((31 * index + number + 7 * session) % self._num_ids for index in range(width - 1))
+                )
                 for session in sessions
             }
             begin, cpu = time.perf_counter(), time.process_time()
@@ -175,12 +176,17 @@ class Steps:
 
 
 async def step_table(
-    port: int, prompts: Sequence[Sequence[int]], requests: Sequence[int], widths: Sequence[int], repetitions: int
+    port: int,
+    prompts: Sequence[Sequence[int]],
+    requests: Sequence[int],
+    widths: Sequence[int],
+    num_ids: int,
+    repetitions: int,
 ) -> StepTable:
-    """Steps of so many requests with so many rows each."""
+    """Steps of so many requests with so many rows each. `num_ids`: drafts are of ids below it."""
     direct = DirectVerifier(port)
     try:
-        steps = Steps(direct, repetitions)
+        steps = Steps(direct, num_ids, repetitions)
         ordered = sorted(prompts, key=len)
         count = max(len(ordered) // 2, 1)
         short, long = ordered[:count], ordered[-count:]
@@ -198,7 +204,7 @@ async def step_table(
                 if not math.isnan(taken)
             ]
         # Ids that no cache holds.
-        fresh = [(17 * index + 3) % 40_000 for index in range(257)]
+        fresh = [(17 * index + 3) % num_ids for index in range(257)]
         few_s, many_s = await steps.first_s(fresh[:33]), await steps.first_s(fresh[1:])
     finally:
         await direct.close()

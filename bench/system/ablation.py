@@ -1,6 +1,6 @@
 """Minions' own ablation on the whole system: what each step from plain decoding to the default brings, through HTTP.
 
-    python -m bench.ablation [--concurrency 1,4,16] [--repetitions 7] [--max-tokens 32] [--single suffix] [--fixed 4]
+    python -m bench.ablation [--concurrency 1,4,16] [--max-tokens 32] [--single suffix] [--fixed 4]
     python -m bench.ablation --prompts FILE --held-out [--neural MODEL [--stages suffix]]
 
 Steps, each with what the one before has: plain; the best single drafter with fixed K; a majority vote with Minions'
