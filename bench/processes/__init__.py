@@ -1,1 +1,1 @@
-"""Processes that stand beside the measured ones: scripted peers, and a verifier that keeps a trace."""
+"""Processes that stand beside the measured router: scripted peers, and drafters with a scripted kind."""
