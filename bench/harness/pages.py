@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.harness import pictures
 from moot.config import load_config, option
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +21,7 @@ RESULTS = ROOT / "docs" / "results"
 SHORT = {"-k": "--num-speculative-tokens"}
 AGE = "<!-- age -->\n<!-- end -->"
 """The place that tools/results_age.py fills."""
+_CELL = re.compile(r"(?P<median>-?[\d,.]*\d)(?: ?%)?(?: \((?P<low>-?[\d,.]+)(?: to |-)(?P<high>-?[\d,.]+)\))?")
 COMMANDS = __name__.removesuffix(".harness.pages")
 """The package that the commands are modules of."""
 ConfigT = TypeVar("ConfigT", bound="PageConfig")
@@ -109,7 +110,7 @@ class Bench:
             from matplotlib.figure import Figure
 
             figure = Figure(figsize=(9, 5), layout="constrained")
-            draw(figure) if draw else pictures.draw(figure, read)
+            draw(figure) if draw else draw_column(figure, read)
             figure.savefig(path.with_suffix(".png"), dpi=120)
 
     def _file(self, part: str) -> str:
@@ -130,6 +131,28 @@ def page_of(result: Mapping[str, Any]) -> str:
     if result["picture"]:
         parts.append(f"![{result['name']}]({result['name']}.png)")
     return "\n\n".join(parts) + "\n"
+
+
+def read_cell(cell: str) -> tuple[float, float, float] | None:
+    """Median and ends that a cell begins with; without ends around it, a number is its own. None: it begins with no
+    number."""
+    found = _CELL.match(cell)
+    if found is None:
+        return None
+    median, low, high = (float((found[name] or found["median"]).replace(",", "")) for name in ("median", "low", "high"))
+    return (median, low, high) if low <= median <= high else (median, median, median)
+
+
+def draw_column(figure: Any, result: Mapping[str, Any]) -> None:
+    """Into a matplotlib Figure, of a result's JSON. Raises ValueError where the table has no such column."""
+    column, labels = result["header"].index(result["picture"]), result["labels"]
+    bars = [(", ".join(row[:labels]), found) for row in result["rows"] if (found := read_cell(row[column])) is not None]
+    figure.set_size_inches(9, 1.5 + 0.28 * len(bars))
+    axes = figure.subplots()
+    for name, (median, low, high) in bars:
+        axes.barh(name, median, xerr=[[median - low], [high - median]], color="tab:blue", capsize=2)
+    axes.invert_yaxis()
+    axes.set(xlabel=result["picture"])
 
 
 def commit(paths: Sequence[str] = ()) -> str:

@@ -21,11 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness.pages import Bench, Table
+from bench.harness.pages import COMMANDS, ROOT, Bench, Table
 from bench.harness.prompts import PromptConfig, read_prompts
-from bench.peers import gguf_files
 from bench.peers.catalogue import PEERS, Peer, chosen
-from bench.peers.environments import interpreter
+from bench.peers.environments import gguf_files, interpreter
 from bench.peers.figures import HEADER, Sample, complete, fingerprint, rows
 from bench.peers.protocol import Child, PeerFailed
 from moot.commands.common import say
@@ -36,7 +35,6 @@ from moot.core.errors import ConfigError, MootError
 from moot.folders import cache_dir
 
 BENCH = Bench("peers", __doc__, measures=("services", "moot/core", "moot/proposers", "moot/model"))
-CHILDREN = Path(__file__).parent / "children"
 START_TIMEOUT_S = 600.0
 TURN_TIMEOUT_S = 300.0
 
@@ -80,23 +78,23 @@ def tokenized(folder: Path, texts: Sequence[str]) -> tuple[list[list[int]], list
 def start(peer: Peer, config: Config, model: Path) -> Child | None:
     """None where it was only to be installed. Raises PeerFailed or MootError."""
     python = interpreter(peer.environment, config.venvs)
-    reads = gguf_files.prepare(config.venvs / "gguf") if peer.name == "llama_cpp" else model
+    reads = gguf_files(config.venvs / "gguf") if peer.name == "llama_cpp" else model
     if config.install_only:
         return None
-    command = [str(python), str(CHILDREN / peer.script), str(reads), str(config.threads), *peer.arguments]
+    child = f"{COMMANDS}.peers.children.{peer.script}"
+    command = [str(python), "-m", child, str(reads), str(config.threads), *peer.arguments]
     environ = {
         "TOKENIZERS_PARALLELISM": "false",
         # vLLM runs tools (ninja) that lie in its own environment; compiled code is kept beside it.
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "VLLM_CACHE_ROOT": str(config.venvs / "vllm-cache"),
         "MOOT_CACHE": str(cache_dir()),
+        "PYTHONPATH": str(ROOT),
     }
-    if not peer.environment:
-        environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     log = config.venvs / "logs" / f"{peer.name}.log"
-    child = Child(command, log, environ, START_TIMEOUT_S, may_be_paused=peer.may_be_paused)
-    say(f"{peer.name} is ready {child.ready.get('versions', {})}")
-    return child
+    process = Child(command, log, environ, START_TIMEOUT_S, may_be_paused=peer.may_be_paused)
+    say(f"{peer.name} is ready {process.ready.get('versions', {})}")
+    return process
 
 
 @contextmanager

@@ -38,7 +38,7 @@ PEERS = (
     Peer(
         "moot",
         "",
-        "moot_child.py",
+        "moot_child",
         (
             Variant("off", "Moot, drafting off", batches=True),
             Variant("on", "Moot, drafting on", plain_of="off", batches=True),
@@ -48,7 +48,7 @@ PEERS = (
     Peer(
         "transformers",
         "transformers",
-        "transformers_child.py",
+        "transformers_child",
         (
             Variant("plain", "transformers generate"),
             Variant("prompt_lookup", "transformers prompt lookup", plain_of="plain"),
@@ -59,21 +59,21 @@ PEERS = (
     Peer(
         "transformers_continuous",
         "transformers",
-        "continuous_child.py",
+        "continuous_child",
         (Variant("continuous", "transformers generate_batch", batches=True),),
     ),
-    Peer("vllm", "vllm", "vllm_child.py", (Variant("vllm", "vLLM", batches=True),), ("plain",)),
+    Peer("vllm", "vllm", "vllm_child", (Variant("vllm", "vLLM", batches=True),), ("plain",)),
     Peer(
         "vllm_ngram",
         "vllm",
-        "vllm_child.py",
+        "vllm_child",
         (Variant("ngram", "vLLM n-gram", plain_of="vllm", batches=True),),
         ("ngram",),
     ),
     Peer(
         "llama_cpp",
         "llama_cpp",
-        "llama_cpp_child.py",
+        "llama_cpp_child",
         (
             Variant("q4", "llama.cpp 4-bit", FOUR_BITS),
             Variant("q4_lookup", "llama.cpp 4-bit, prompt lookup", FOUR_BITS, plain_of="q4"),

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.harness.arms import Arm, Column, Runs, calls_in_turns, in_turns, table_of
-from bench.harness.pages import Bench, PageConfig, Table, page_of
-from bench.harness.pictures import read
+from bench.harness.pages import Bench, PageConfig, Table, page_of, read_cell
 from bench.harness.prompts import PromptConfig, read_prompts, repeated
 from bench.replays.report import Counts
 from moot.commands.bench import names
@@ -112,7 +111,7 @@ def test_a_page_without_a_picture_shows_none_and_unknown_columns_are_refused(tmp
 )
 def test_pictures_read_cells_as_tables_write_them(cell: str, found: tuple[float, ...] | None) -> None:
     """Median and ends, or the number alone; differences beside a value are no interval of it."""
-    assert read(cell) == found
+    assert read_cell(cell) == found
 
 
 def lines(count: int) -> str:
