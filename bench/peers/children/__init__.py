@@ -1,1 +1,1 @@
-"""The program of each peer, run by the interpreter of its environment. Imports nothing of this repository but this."""
+"""The program of each peer, run by its environment's interpreter, which imports nothing else of this repository."""
