@@ -49,6 +49,7 @@ serve: install  ## the same system, left running on port 8000
 	@$(BIN)/python -m moot serve --demo $(FLAGS)
 
 test: install-dev  ## all tests
+	@$(BIN)/python tests/deploy/setup_tools.py || true  # said by itself, and by the last line of the tests
 	$(BIN)/python -m pytest -m "not long" $(FLAGS)
 
 test-long: install-dev  ## many more cases of the same properties
