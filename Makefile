@@ -64,6 +64,7 @@ check: install-dev check-proto  ## style, types, layers, stubs up to date
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py --check
+	$(BIN)/python tools/results_age.py --check
 	$(BIN)/python tools/metrics_reference.py --check
 	$(BIN)/python tools/dashboards --check
 	$(BIN)/python tools/chart_values.py --check
@@ -80,6 +81,7 @@ drafters: install  ## rebuild the drafters that come with the package; PROMPTS=S
 
 docs: install-dev  ## regenerate what the documents take from the code
 	$(BIN)/python tools/house.py --write
+	$(BIN)/python tools/results_age.py
 	$(BIN)/python tools/metrics_reference.py
 	$(BIN)/python tools/dashboards
 	$(BIN)/python tools/chart_values.py
