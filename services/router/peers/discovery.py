@@ -112,20 +112,21 @@ class _Follower:
     """The thread's side: what it hears is put into `latest`, and `changed` is set on the loop."""
 
     def __init__(self, peers: SlicePeers, loop: asyncio.AbstractEventLoop) -> None:
-        from kubernetes.watch import Watch
-
         self.latest: frozenset[str] | None = None
         self.changed = asyncio.Event()
         self._peers = peers
         self._loop = loop
         self._table = SliceTable()
         self._stopped = threading.Event()
-        self._events = Watch()
+        self._response: Any = None
+        """The latest answer, which may be being read."""
 
     def stop(self) -> None:
-        """From the loop's thread: a watch that waits is ended."""
+        """From the loop's thread: a read that waits is ended."""
         self._stopped.set()
-        self._events.stop()
+        # An answer that is over, or whose connection is gone, is as good.
+        with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+            self._response.shutdown()
 
     def run(self) -> None:
         import urllib3
@@ -169,7 +170,9 @@ class _Follower:
 
     def _watch(self, version: str) -> None:
         """Take over events until the server ends the watch."""
-        for event in self._events.stream(
+        from kubernetes.watch import Watch
+
+        for event in Watch().stream(
             self._ask,
             timeout_s=self._peers.watch_s + WATCH_MARGIN_S,
             resource_version=version,
@@ -184,14 +187,14 @@ class _Follower:
 
         A watch makes a model of each event if this says which, and leaves it as it is where this says nothing.
         """
-        response = self._peers.api.list_namespaced_endpoint_slice(
+        self._response = response = self._peers.api.list_namespaced_endpoint_slice(
             self._peers.namespace,
             label_selector=f"kubernetes.io/service-name={self._peers.service}",
             _request_timeout=(self._peers.timeout_s, timeout_s),
             **parameters,
         )
         if self._stopped.is_set():
-            # It was on its way when following ended: there was nothing that `stop` could have ended.
+            # It was on its way when following ended: `stop` had nothing to end.
             response.close()
             raise ConnectionAbortedError("nobody follows any more")
         return response
