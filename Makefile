@@ -37,8 +37,9 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 
 install-dev: $(VENV)/.installed-dev
 
-$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
+$(VENV)/.installed-dev: pyproject.toml contrib/pyproject.toml | $(VENV)/.installed
 	$(PIP) install -e ".[model,router,demo,tracing,dev]"
+	$(PIP) install --no-deps -e contrib
 	@touch $@
 
 demo: install  ## the whole system, with drafting on and off; PROMPT="..." asks your own question
@@ -48,6 +49,7 @@ serve: install  ## the same system, left running on port 8000
 	@$(BIN)/python -m moot serve --demo $(FLAGS)
 
 test: install-dev  ## all tests
+	@$(BIN)/python tests/deploy/setup_tools.py || true  # said by itself, and by the last line of the tests
 	$(BIN)/python -m pytest -m "not long" $(FLAGS)
 
 test-long: install-dev  ## many more cases of the same properties
@@ -62,7 +64,6 @@ check: install-dev check-proto  ## style, types, layers, stubs up to date
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py --check
-	$(BIN)/python tools/module_table.py --check
 	$(BIN)/python tools/metrics_reference.py --check
 	$(BIN)/python tools/dashboards --check
 	$(BIN)/python tools/chart_values.py --check
@@ -79,7 +80,6 @@ drafters: install  ## rebuild the drafters that come with the package; PROMPTS=S
 
 docs: install-dev  ## regenerate what the documents take from the code
 	$(BIN)/python tools/house.py --write
-	$(BIN)/python tools/module_table.py
 	$(BIN)/python tools/metrics_reference.py
 	$(BIN)/python tools/dashboards
 	$(BIN)/python tools/chart_values.py

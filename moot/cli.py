@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -19,8 +20,11 @@ COMMANDS = {
     "simulate": "plan sizes that this machine does not have, in simulated time",
     "train": "make training text with a target, and drafters from it",
     "index": "build the datastore of the suffix drafter from texts",
-    "bench": "run one of the measurements in bench/",
+    "bench": "run one of the measurements in lab/bench",
 }
+
+WORKSHOP = ("replay", "train", "index", "bench")
+"""Commands that use the package lab, which images that serve leave out."""
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -37,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         return _fail(f"unknown command {name} (known: {', '.join(COMMANDS)})", EXIT_USAGE)
+    if name in WORKSHOP and importlib.util.find_spec("lab") is None:
+        return _fail(f"{name} needs the workshop (the package lab), which what serves does without", EXIT_FAILED)
     try:
         return int(importlib.import_module(f"moot.commands.{name}").run(rest))
     except ConfigError as error:

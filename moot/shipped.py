@@ -1,7 +1,4 @@
-"""Drafters that come with the package: `shipped@NAME` wherever the folder of a drafter is named.
-
-Where things are kept between runs.
-"""
+"""Trained drafters by name: `shipped@NAME` wherever the folder of a drafter is named. And the folder of caches."""
 
 from __future__ import annotations
 
@@ -18,12 +15,21 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 PREFIX = "shipped@"
-FOLDER = Path(__file__).parent / "data" / "drafters"
+PACKAGED = Path(__file__).parent / "data" / "drafters"
+"""Those that defaults use: they come with the package."""
+WORKSHOP = Path(__file__).parents[1] / "lab" / "data" / "drafters"
+"""Those that no default uses: they come with the repository."""
 
 
-def shipped_names() -> tuple[str, ...]:
-    """Sorted; each is `KIND-TARGET`, a folder with a model card (README.md)."""
-    return tuple(sorted(card.parent.name for card in FOLDER.glob("*/README.md")))
+def shipped_drafters() -> dict[str, Path]:
+    """Name to folder, sorted: with the package, with the repository, and put under `cache_dir()/drafters` by hand.
+
+    Each name is `KIND-TARGET`; each folder has a model card (README.md).
+    """
+    found: dict[str, Path] = {}
+    for folder in (cache_dir() / "drafters", WORKSHOP, PACKAGED):
+        found |= {card.parent.name: card.parent for card in folder.glob("*/README.md")}
+    return dict(sorted(found.items()))
 
 
 def locate(path: str | Path) -> Path:
@@ -34,7 +40,10 @@ def locate(path: str | Path) -> Path:
     text = str(path)
     if not text.startswith(PREFIX):
         return Path(path)
-    name = text.removeprefix(PREFIX)
-    if name not in shipped_names():
-        raise ConfigError(f"no drafter {text} comes with the package (there is {', '.join(shipped_names()) or 'none'})")
-    return FOLDER / name
+    known = shipped_drafters()
+    if (folder := known.get(text.removeprefix(PREFIX))) is None:
+        raise ConfigError(
+            f"no drafter {text} is here (there is {', '.join(known) or 'none'}); folders of lab/data/drafters in the"
+            f" repository are also found in {cache_dir() / 'drafters'}"
+        )
+    return folder

@@ -1,6 +1,6 @@
-"""Builds the drafters that come with the package, with the recipes that they were made by.
+"""Builds the drafters that come with the package or the repository, with the recipes that they were made by.
 
-python tools/build_drafters.py --prompts question.jsonl                all of them, into moot/data/drafters
+python tools/build_drafters.py --prompts question.jsonl                all of them, each where it lies
 python tools/build_drafters.py --prompts question.jsonl --only heads   one of them; --minutes N: stops, goes on again
 
 The prompts are Spec-Bench's questions (data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench), of which
@@ -18,10 +18,8 @@ import time
 from pathlib import Path
 
 from moot.cli import main as moot
+from moot.shipped import PREFIX, locate
 
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "moot" / "data" / "drafters"
-POSITIONS = ("--positions", "1000000")
 RECIPES: dict[str, tuple[str, ...]] = {
     "suffix-smollm2-135m": (),
     "ngram-smollm2-135m": ("--kind", "ngram"),
@@ -31,11 +29,11 @@ RECIPES: dict[str, tuple[str, ...]] = {
 """What `moot train` is told of each; the datastore is made by `moot index`."""
 
 
-def text_folder(flags: list[str]) -> str:
+def text_folder(made_of: list[str], flags: list[str]) -> str:
     """Of the training text, made if need be; empty: the time was over before."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        status = moot(["train", "--kind", "text", *POSITIONS, *flags])
+        status = moot(["train", "--kind", "text", *made_of, *flags])
     if status:
         sys.exit(status)
     return printed.getvalue().strip()
@@ -46,20 +44,25 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--only", choices=[name.partition("-")[0] for name in RECIPES])
     parser.add_argument("--minutes", type=float)
-    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--positions", type=int, default=1_000_000)
+    parser.add_argument("--out", type=Path, help="folder of all of them (none: each where it lies)")
     arguments = parser.parse_args()
+    made_of = ["--target", arguments.target, "--positions", str(arguments.positions)]
     end = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
     for name, recipe in RECIPES.items():
         if arguments.only in (None, name.partition("-")[0]):
             flags = ["--prompts", str(arguments.prompts)]
             if end is not None:
                 flags += ["--minutes", str(max(0.0, end - time.monotonic()) / 60)]
-            out = ["--out", str(arguments.out / name)]
+            out = ["--out", str(arguments.out / name if arguments.out else locate(PREFIX + name))]
             if recipe:
-                status = moot(["train", *recipe, *POSITIONS, *flags, *out])
+                status = moot(["train", *recipe, *made_of, *flags, *out])
             else:
-                folder = text_folder(flags)
-                status = moot(["index", "--text", folder, *POSITIONS, *out]) if folder else 0
+                folder = text_folder(made_of, flags)
+                status = (
+                    moot(["index", "--text", folder, "--positions", str(arguments.positions), *out]) if folder else 0
+                )
             if status:
                 return status
     return 0

@@ -2,7 +2,7 @@
 
     python tools/figures.py [NAME ...]
 
-docs/performance.md and docs/drafters.md have a place for each measurement, between `<!-- result NAME -->` and
+The pages of docs/results/ have a place for each measurement, between `<!-- result NAME -->` and
 `<!-- end -->`; it gets the command, the machine and the table as the measurement wrote them, and its picture. Without
 names: all that were run.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "docs" / "figures"
-DOCUMENTS = (ROOT / "docs" / "performance.md", ROOT / "docs" / "drafters.md")
+DOCUMENTS = sorted((ROOT / "docs" / "results").glob("*.md"))
 _PLACE = re.compile(r"(<!-- result (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -45,7 +45,7 @@ def main(names: list[str]) -> int:
         if (picture := RESULTS / f"{name}.png").exists():
             FIGURES.mkdir(exist_ok=True)
             shutil.copyfile(picture, FIGURES / picture.name)
-            texts[name] += f"\n![{name}](figures/{picture.name})\n"
+            texts[name] += f"\n![{name}](../figures/{picture.name})\n"
     for path, document in documents.items():
         path.write_text(filled(document, texts))
     print(f"filled: {', '.join(texts) or 'nothing'}")

@@ -17,23 +17,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 
 
 def table() -> str:
-    lines: list[str] = []
+    """Each metric once, under the services that own it."""
     definitions = Metrics().definitions
-    for service in SERVICES:
-        lines += [
-            "",
-            f"## {service.capitalize()}",
-            "",
-            "| metric | type | labels | what it says |",
-            "|---|---|---|---|",
-        ]
-        lines += [_row(one) for one in definitions if service in one.owners]
+    owners = [*((service,) for service in SERVICES), *(one.owners for one in definitions if len(one.owners) > 1)]
+    lines: list[str] = []
+    for group in dict.fromkeys(owners):
+        title = " and ".join(group) if len(group) < len(SERVICES) else "all services"
+        lines += ["", f"## {title.capitalize()}", "", "| metric | type | what it says |", "|---|---|---|"]
+        lines += [_row(one) for one in definitions if one.owners == group]
     return "\n".join([*lines, ""])
 
 
 def _row(one: Definition) -> str:
-    labels = ", ".join(f"`{label}`" for label in one.labels)
-    return f"| `{one.name}` | {one.kind} | {labels} | {one.text.replace('|', '/')} |"
+    labels = f"{{{','.join(one.labels)}}}" if one.labels else ""
+    return f"| `{one.name}{labels}` | {one.kind} | {one.text.replace('|', '/')} |"
 
 
 if __name__ == "__main__":

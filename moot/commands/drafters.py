@@ -10,9 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from moot.client import Client, RequestFailed
 from moot.commands.common import table
 from moot.config import load_config, option
-from moot.drafters.base import INSIDE_KINDS
-from moot.drafters.registry import MODEL_FREE_KINDS, REQUEST_KINDS, known_kinds
-from moot.shipped import PREFIX, shipped_names
+from moot.drafters.registry import MODEL_FREE_KINDS, REQUEST_KINDS, attached_kinds, known_kinds
+from moot.shipped import PREFIX, shipped_drafters
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 COLUMNS = {
@@ -38,9 +37,9 @@ def run(argv: Sequence[str]) -> int:
         example="moot drafters --url http://127.0.0.1:8000",
     )
     kinds = [[kind, "no" if kind in (*MODEL_FREE_KINDS, *REQUEST_KINDS) else "yes"] for kind in known_kinds()]
-    kinds += [[kind, "the target's, inside the verifier"] for kind in INSIDE_KINDS]
+    kinds += [[kind, "the target's, inside the verifier"] for kind in attached_kinds()]
     print(table(["kind", "needs a model"], kinds))
-    print("\n" + table(["comes with the package"], [[PREFIX + name] for name in shipped_names()]))
+    print("\n" + table(["trained, by name"], [[PREFIX + name] for name in shipped_drafters()]))
     try:
         exposition = Client(config.url or DEFAULT_URL, config.api_key).get("/metrics").decode()
     except RequestFailed as error:

@@ -12,7 +12,7 @@ from moot.config import load_config, option
 from moot.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moot.training.dataset import Text, TextStore
+    from lab.training.dataset import Text, TextStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _read(folder: Path, positions: int | None) -> tuple[TextStore, Text]:
-    from moot.training.dataset import Text, TextStore
+    from lab.training.dataset import Text, TextStore
 
     store = TextStore(folder)
     return store, Text.of(store, store.num_positions if positions is None else positions)
@@ -61,11 +61,11 @@ def _read(folder: Path, positions: int | None) -> tuple[TextStore, Text]:
 
 def _describe(config: IndexConfig, store: TextStore, text: Text, num_texts: int) -> None:
     """The card, with the acceptance of the drafter kind on rows that are not in the datastore."""
+    from lab.training.drafters import describe, text_facts
+    from lab.training.measure import measure_kind
     from moot.drafters.base import MAX_VOCAB_SIZE
     from moot.drafters.lookup.datastore import Datastore
     from moot.drafters.registry import create
-    from moot.training.drafters import describe, text_facts
-    from moot.training.measure import measure_kind
 
     facts = {
         "tokens": len(Datastore(config.out)),

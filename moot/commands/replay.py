@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from lab.replay.evaluate import Policies, Replay, by_group, outcome_of
+from lab.replay.folder import open_recording
+from lab.replay.prompts import read_prompts
+from lab.replay.recorder import Asking, record_drafter
+from lab.replay.rounds import Clock
 from moot.client import Client
 from moot.commands.common import say, table
 from moot.commands.system import DEMO_MODEL, prepared_model
@@ -18,11 +23,6 @@ from moot.core.voting.tree import SHAPES
 from moot.core.voting.voting import POLICIES
 from moot.core.voting.weights import WEIGHTS
 from moot.drafters.base import parse_entries
-from moot.replay.evaluate import Policies, Replay, by_group, outcome_of
-from moot.replay.folder import open_recording
-from moot.replay.prompts import read_prompts
-from moot.replay.recorder import Asking, record_drafter
-from moot.replay.rounds import Clock
 from moot.simulation.costs import StepCost
 
 ACTIONS = ("record", "run")
@@ -137,7 +137,7 @@ def _record(argv: Sequence[str]) -> int:
     prompts = read_prompts(config.prompts, config.held_out, config.limit)
     model = str(prepared_model(config.target, say))
     # Imports torch: not before the flags are known to be right.
-    from moot.replay.making import Machine, TextPlan, make_texts, target_runner
+    from lab.replay.making import Machine, TextPlan, make_texts, target_runner
 
     plan = TextPlan(
         model=model,

@@ -19,8 +19,8 @@ from moot.commands.common import run_folder
 from moot.config import option, variable_of
 from moot.core.errors import ConfigError, DeadlineExceeded
 from moot.core.voting.tree import SHAPES
-from moot.drafters.base import INSIDE_KINDS, DrafterEntry, parse_entries
-from moot.drafters.registry import MODEL_FREE_KINDS
+from moot.drafters.base import DrafterEntry, parse_entries
+from moot.drafters.registry import MODEL_FREE_KINDS, attached_kinds
 from moot.runtime.supervisor import Child, Say, Supervisor
 
 AUTO = "auto"
@@ -58,7 +58,7 @@ def electorate(drafters: Sequence[str], *, is_demo: bool, as_processes: bool) ->
     if tuple(drafters) == (AUTO,):
         drafters = DEMO_ELECTORATE if is_demo else ANY_ELECTORATE
     entries = parse_entries(drafters, "--drafters")
-    inside = [entry for entry in entries if entry.kind in INSIDE_KINDS]
+    inside = [entry for entry in entries if entry.kind in attached_kinds()]
     light = [entry for entry in entries if entry.kind in MODEL_FREE_KINDS and not as_processes]
     others = [entry for entry in entries if entry not in inside and entry not in light]
     return Electorate(tuple(inside), tuple(light), tuple(others))

@@ -15,7 +15,7 @@ from moot.core.errors import ConfigError
 from moot.shipped import cache_dir
 
 if TYPE_CHECKING:
-    from moot.training.dataset import TextStore
+    from lab.training.dataset import TextStore
 
 KINDS = ("text", "heads", "neural", "ngram")
 DECIDING = ("kind", "target", "size", "passes", "positions", "seed", "prompts", "text", "out")
@@ -56,8 +56,8 @@ def run(argv: Sequence[str]) -> int:
     if config.kind != "text" and config.out is None:
         raise ConfigError("--out is required for a drafter")
     # Imports torch: not before the flags are known to be right.
+    from lab.training.dataset import TextStore
     from moot.model.loading.prepare import SMOLLM2, prepare
-    from moot.training.dataset import TextStore
 
     until = float("inf") if config.minutes is None else time.monotonic() + 60 * config.minutes
     folder = prepare(config.target, None, say) if config.target == SMOLLM2 else Path(config.target)
@@ -71,11 +71,11 @@ def run(argv: Sequence[str]) -> int:
 
 def _text(config: TrainConfig, folder: Path, until: float) -> TextStore | None:
     """None: the time was over before it was complete."""
+    from lab.training.dataset import TextStore
+    from lab.training.prompts import read_prompts
+    from lab.training.teacher import product_dtype
+    from lab.training.text import TextMaker, TextSettings, make_text
     from moot.model.loading.load import choose_device, load_model
-    from moot.training.dataset import TextStore
-    from moot.training.prompts import read_prompts
-    from moot.training.teacher import product_dtype
-    from moot.training.text import TextMaker, TextSettings, make_text
 
     prompts, refused = read_prompts(config.prompts) if config.prompts else ([], 0)
     if refused:
@@ -96,9 +96,9 @@ def _text(config: TrainConfig, folder: Path, until: float) -> TextStore | None:
 def _drafter(config: TrainConfig, out: Path, folder: Path, store: TextStore, until: float, command: str) -> None:
     import torch
 
-    from moot.training.dataset import Text
-    from moot.training.drafters import make_drafter, trainer
-    from moot.training.teacher import load_teacher
+    from lab.training.dataset import Text
+    from lab.training.drafters import make_drafter, trainer
+    from lab.training.teacher import load_teacher
 
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

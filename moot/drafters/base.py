@@ -28,9 +28,6 @@ from moot.core.types import ModelInfo, SamplingParams
 if TYPE_CHECKING:
     from moot.drafters.request.siblings import Siblings
 
-INSIDE_KINDS = ("heads", "lookahead", "self")
-"""Kinds that live inside the verifier (moot.drafters.attached.base)."""
-
 
 @dataclass(frozen=True, slots=True)
 class DrafterEntry:

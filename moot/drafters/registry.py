@@ -1,32 +1,40 @@
 """Drafter kinds by name. A kind is loaded when it is asked for: those without a model never import torch.
 
 Other packages add kinds under the entry point group `moot.drafters`: the entry's name is the kind, its object a
-`Kind`. Built-in names go first.
+`Kind`. Attached kinds, which run in the verifier, are added under `moot.attached_drafters`: their object is an
+`InsideKind`. Built-in names go first.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
 
 from moot.core.errors import ConfigError
 from moot.drafters.base import Kind, Proposer, parse_options
+
+FoundT = TypeVar("FoundT")
 
 ENTRY_POINT_GROUP = "moot.drafters"
 MODEL_FREE_KINDS = ("ngram", "prompt_lookup", "recycling", "suffix")
 """Built-in kinds that need no torch: the router can run them in its own process."""
 REQUEST_KINDS = ("prediction", "sibling")
 """Built-in kinds that live from what a request brings: in the router's process only."""
-MODEL_KINDS = ("neural", "superposed")
-"""Built-in kinds with a draft model of their own: their tokenizer is the model's."""
-BUILT_IN_KINDS = (*MODEL_FREE_KINDS, *REQUEST_KINDS, *MODEL_KINDS)
+BUILT_IN_KINDS = (*MODEL_FREE_KINDS, *REQUEST_KINDS, "neural")
+ATTACHED_GROUP = "moot.attached_drafters"
+BUILT_IN_ATTACHED_KINDS = ("heads",)
 
 
 def known_kinds() -> tuple[str, ...]:
     """Names of all kinds, built-in and installed, sorted."""
-    return tuple(sorted({*BUILT_IN_KINDS, *(entry.name for entry in _installed())}))
+    return tuple(sorted({*BUILT_IN_KINDS, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))}))
+
+
+def attached_kinds() -> tuple[str, ...]:
+    """Names of all kinds that run in the verifier, built-in and installed, sorted. None of them is loaded."""
+    return tuple(sorted({*BUILT_IN_ATTACHED_KINDS, *(entry.name for entry in entry_points(group=ATTACHED_GROUP))}))
 
 
 def load_kind(kind: str) -> Kind[Any]:
@@ -60,16 +68,8 @@ def load_kind(kind: str) -> Kind[Any]:
             from moot.drafters.neural.neural import NeuralOptions, NeuralProposer
 
             return Kind("neural", NeuralOptions, lambda options: NeuralProposer(options, make_stage))
-        case "superposed":
-            from moot.drafters.superposed.superposed import SuperposedOptions, SuperposedProposer
-
-            return Kind("superposed", SuperposedOptions, SuperposedProposer)
-    for entry in _installed():
-        if entry.name == kind:
-            found = entry.load()
-            if not isinstance(found, Kind):
-                raise ConfigError(f"entry point {kind} of group {ENTRY_POINT_GROUP} is not a Kind")
-            return found
+    if (found := installed(kind, ENTRY_POINT_GROUP, Kind)) is not None:
+        return found
     raise ConfigError(f"unknown drafter kind {kind} (known: {', '.join(known_kinds())})")
 
 
@@ -114,5 +114,11 @@ def make_stage(text: str, vocab_size: int, fingerprint: str) -> Proposer[Any]:
     return FirstOf(make_stage(before, vocab_size, fingerprint), proposer)
 
 
-def _installed() -> tuple[EntryPoint, ...]:
-    return tuple(entry_points(group=ENTRY_POINT_GROUP))
+def installed(kind: str, group: str, cls: type[FoundT]) -> FoundT | None:
+    """What the entry point `kind` of `group` names, None without one. Raises ConfigError where it is no `cls`."""
+    for entry in entry_points(group=group, name=kind):
+        found = entry.load()
+        if not isinstance(found, cls):
+            raise ConfigError(f"entry point {kind} of group {group} is not a {cls.__name__}")
+        return found
+    return None

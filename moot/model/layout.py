@@ -10,7 +10,6 @@ from moot.model.cache.base import Pending, is_chain, paths
 from moot.model.cache.contiguous import SPAN_SLOTS, SequenceCache, round_up
 from moot.model.rows import RowRules
 
-ATTENTION_NAME = "moot_ragged"
 STEP_ARGUMENT = "moot_step"
 
 

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from moot.rpc.tls import Identity
+from moot.rpc.identity import Identity
 
 
 @dataclass(frozen=True, slots=True)

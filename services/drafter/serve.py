@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from moot.core.errors import ConfigError
 from moot.core.types import ModelInfo
 from moot.drafters.base import Proposer
-from moot.drafters.registry import MODEL_KINDS, REQUEST_KINDS, create
+from moot.drafters.registry import REQUEST_KINDS, create, load_kind
 from moot.rpc.server import GrpcServer, run_until_terminated
 from moot.rpc.tls import open_tls
 from moot.runtime.metrics import Metrics
@@ -35,7 +36,7 @@ def make_proposer(config: DrafterConfig) -> tuple[Proposer[Any], ModelInfo]:
         raise ConfigError(f"kind {config.kind} lives from what a request brings: the router runs it itself")
     options: dict[str, object] = dict(config.kind_options)
     tokenizer_path = config.tokenizer
-    if config.kind in MODEL_KINDS:
+    if any(option.name == "model" for option in dataclasses.fields(load_kind(config.kind).options)):
         options.setdefault("model", config.model)
         options.setdefault("num_threads", config.num_threads or None)
     else:

@@ -1,4 +1,4 @@
-"""The drafters that come with the package: they are there, small, described, and propose."""
+"""The drafters that come with the package or the repository: they are there, small, described, and propose."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 import torch
 
+from lab.replay.recorder import num_bytes_of
+from moot.commands.system import DEMO_ELECTORATE
 from moot.core.errors import ConfigError
 from moot.core.types import SamplingParams
 from moot.drafters.attached.recurrent_head import RecurrentHead, embed
 from moot.drafters.base import Ask, parse_entries
 from moot.drafters.registry import create
-from moot.replay.recorder import num_bytes_of
-from moot.shipped import FOLDER, PREFIX, locate, shipped_names
+from moot.shipped import PACKAGED, PREFIX, WORKSHOP, locate, shipped_drafters
 
-NAMES = shipped_names()
-KINDS = {"heads", "ngram", "suffix"}
+NAMES = tuple(name for name, folder in shipped_drafters().items() if folder.parent in (PACKAGED, WORKSHOP))
 PROPOSING = tuple(name for name in NAMES if not name.startswith("heads"))
 FIELDS = {"neural": "model", "ngram": "table", "suffix": "datastore"}
+MOST_PACKAGED_BYTES = 10_000_000
 MOST_BYTES = 40_000_000
 VOCAB_SIZE = 49_152
 FINGERPRINT = "2f1659094c0c97bb16ea4fb76b234dac2809218d2e05a81ae0ba20dd59758d6e"
@@ -45,11 +46,32 @@ def prompt() -> list[int]:
 
 
 def test_all_are_there_and_small() -> None:
-    """A copy of the package has every drafter, whole files and no links, and together they stay within 40 MB."""
-    assert {name.removesuffix("-smollm2-135m") for name in NAMES} >= KINDS
-    files = [path for path in FOLDER.rglob("*") if not path.is_dir()]
-    assert not any(path.is_symlink() for path in files)
-    assert sum(path.stat().st_size for path in files) <= MOST_BYTES
+    """Whole files and no links. The package has those that a default uses and no other, and stays small."""
+    used = {
+        option.removeprefix(PREFIX)
+        for entry in parse_entries(DEMO_ELECTORATE, "--drafters")
+        for option in entry.options.values()
+        if option.startswith(PREFIX)
+    }
+    assert {folder.parent.name for folder in PACKAGED.glob("*/README.md")} == used
+    assert {name.partition("-")[0] for name in NAMES} == {"heads", "neural", "ngram", "suffix"}
+    packaged, workshop = ([path for path in top.rglob("*") if not path.is_dir()] for top in (PACKAGED, WORKSHOP))
+    assert not any(path.is_symlink() for path in (*packaged, *workshop))
+    assert sum(path.stat().st_size for path in packaged) <= MOST_PACKAGED_BYTES
+    assert sum(path.stat().st_size for path in (*packaged, *workshop)) <= MOST_BYTES
+
+
+def test_a_drafter_put_under_the_cache_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a folder of the repository's is copied to if only the package is there; the package's own goes first."""
+    monkeypatch.setenv("MOOT_CACHE", str(tmp_path))
+    mine = tmp_path / "drafters" / "suffix-mine"
+    mine.mkdir(parents=True)
+    (mine / "README.md").write_text("mine")
+    assert locate("shipped@suffix-mine") == mine
+    own = tmp_path / "drafters" / "suffix-smollm2-135m"
+    own.mkdir()
+    (own / "README.md").write_text("another")
+    assert locate("shipped@suffix-smollm2-135m").parent == PACKAGED
 
 
 @pytest.mark.parametrize("name", NAMES)

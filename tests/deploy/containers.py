@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ import pytest
 from moot.model.decoder.kernels.library import CPU_FLAGS
 from moot.model.rows import cpu_flags
 from tests.deploy.charts import NAMESPACE, Manifest, of_kind, one
+from tests.waiting import until
 
 DOCKER = "/usr/bin/docker"
 ENVIRON = {**os.environ, "DOCKER_HOST": os.environ.get("DOCKER_HOST") or "unix:///tmp/moot-engine/docker.sock"}
 NETWORK = "moot-test"
-START_S = 120.0
 
 needs_engine = pytest.mark.skipif(
     not os.environ.get("MOOT_DEPLOY_CONTAINERS"),
@@ -135,8 +134,5 @@ class Pod:
         return True
 
     def await_probe(self, which: str) -> None:
-        deadline = time.monotonic() + START_S
-        while not self.probe(which):
-            assert self.status.startswith("running"), f"{self.name} ended: {self.logs()}"
-            assert time.monotonic() < deadline, f"{self.name}: no {which}: {self.logs()}"
-            time.sleep(0.2)
+        until(lambda: self.probe(which) or not self.status.startswith("running"), f"{which} of {self.name}", poll_s=0.2)
+        assert self.status.startswith("running"), f"{self.name} ended: {self.logs()}"

@@ -15,8 +15,8 @@ import yaml
 from moot.config import load_config
 from moot.drafters.base import parse_options
 from moot.drafters.registry import MODEL_FREE_KINDS, load_kind
+from moot.rpc.identity import ROLES, Identity, identity_of
 from moot.rpc.link import LinkOptions
-from moot.rpc.tls import ROLES, Identity, identity_of
 from services.drafter.config import DrafterConfig
 from services.router.config import RouterConfig
 from services.router.peers.discovery import K8S_SCHEME, parse_drafters, parse_slices, parse_source

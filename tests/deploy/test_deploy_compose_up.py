@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from moot.testing.tiny_model import make_tiny_model
 from tests.deploy.charts import ROOT, tool
 from tests.deploy.containers import ENVIRON, assert_kernels, docker, needs_engine
+from tests.waiting import until
 
 pytestmark = [pytest.mark.timeout(600), needs_engine]
 
@@ -89,13 +89,12 @@ def test_compose_answers_and_is_watched(compose: dict[str, int]) -> None:
         assert answer.read().decode().rstrip().endswith("data: [DONE]")
     prometheus = f"http://127.0.0.1:{compose['PROMETHEUS']}/api/v1"
     expected = {"router", "verifier", "drafter-suffix", "drafter-lookup"}
-    deadline = time.monotonic() + 60
-    while True:
+
+    def scraped() -> set[str]:
         found = get(f"{prometheus}/query?query=moot_build_info")["data"]["result"]
-        if {one["metric"]["pod"] for one in found} == expected:
-            break
-        assert time.monotonic() < deadline, found
-        time.sleep(1)
+        return {one["metric"]["pod"] for one in found}
+
+    until(lambda: scraped() == expected, "every pod is scraped", poll_s=1)
     groups = get(f"{prometheus}/rules")["data"]["groups"]
     assert groups
     assert all(rule["health"] != "err" for group in groups for rule in group["rules"])

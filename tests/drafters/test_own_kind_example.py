@@ -1,4 +1,4 @@
-"""The drafter of your own in docs/drafters.md: what is printed there works as it stands."""
+"""The drafter of your own in docs/drafters/writing.md works as it is printed; every built-in kind has its page."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 from moot.core.errors import ConfigError
 from moot.core.types import SamplingParams
 from moot.drafters.base import Ask
-from moot.drafters.registry import BUILT_IN_KINDS, create, known_kinds
+from moot.drafters.registry import BUILT_IN_KINDS, attached_kinds, create, known_kinds
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "drafters.md").read_text()
+PAGES = Path(__file__).parents[2] / "docs" / "drafters"
+DOCUMENT = (PAGES / "writing.md").read_text()
 PARAMS = SamplingParams(temperature=0.0)
 
 
@@ -61,7 +62,11 @@ def test_the_example_is_thirty_lines_and_proposes(installed: Path) -> None:
         create("phrases", {"vocab_size": 100})
 
 
-def test_every_built_in_kind_has_its_section() -> None:
-    """No kind without what it is, what it costs and when it is right."""
-    for kind in BUILT_IN_KINDS:
-        assert f"\n### `{kind}`" in DOCUMENT, kind
+@pytest.mark.parametrize("kind", [*BUILT_IN_KINDS, *attached_kinds()])
+def test_every_built_in_kind_has_its_page(kind: str) -> None:
+    """No kind without what it is, what it costs and when it pays; the overview has it in its table."""
+    page = (PAGES / f"{kind}.md").read_text()
+    assert page.startswith(f"# `{kind}`: ")
+    assert "**Pays" in page
+    assert "**Files:**" in page
+    assert f"\n| [`{kind}`]({kind}.md) |" in (PAGES / "README.md").read_text()

@@ -1,6 +1,7 @@
-"""Makes docs/cases.md: which tests keep which case. Run it after a test has got or lost a case number:
+"""Makes docs/cases.md: how many tests keep which case. Run it after a test has got or lost a case number:
 
     python tests/integration/cases_table.py
+    python tests/integration/cases_table.py C09 ...    only prints the tests of these cases
 
 A test keeps a case when its docstring, or the head of its file, names it (`C09`). No test is imported for it.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,8 +56,8 @@ CASES = {
 HEAD = """# Known kinds of mistakes, and the tests that keep them out
 
 Each case is a kind of mistake that people met who serve models with speculative decoding. A test keeps a case when its
-docstring, or the head of its file, names it. `python tests/integration/cases_table.py` makes this file; a test compares
-the two.
+docstring, or the head of its file, names it. `python tests/integration/cases_table.py` makes this page, and with a
+number as argument prints the tests of that case.
 
 | case | right | tests |
 |---|---|---|
@@ -85,12 +87,12 @@ def _named_in(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module) -> list
 
 
 def table(by_case: dict[str, list[str]]) -> str:
-    rows = [
-        f"| {case} | {title} | {'<br>'.join(f'`{test}`' for test in by_case[case]) or 'none yet'} |\n"
-        for case, title in CASES.items()
-    ]
-    return HEAD + "".join(rows)
+    return HEAD + "".join(f"| {case} | {title} | {len(by_case[case])} |\n" for case, title in CASES.items())
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table(keepers()))
+    kept = keepers()
+    if asked := sys.argv[1:]:
+        print("\n".join(test for case in asked for test in kept[case]))
+    else:
+        TABLE.write_text(table(kept))

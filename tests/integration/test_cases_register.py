@@ -1,4 +1,4 @@
-"""The table of cases is true: every case has its tests, and the table names exactly those."""
+"""The table of cases is true: every case has its tests, and the table counts exactly those."""
 
 from __future__ import annotations
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
+from lab.replay.evaluate import Policies, Replay, outcome_of
+from lab.replay.folder import open_recording
+from lab.replay.making import Machine, TextPlan, make_texts
+from lab.replay.prompts import Prompt
+from lab.replay.recorder import Asking, record_drafter
+from lab.replay.texts import TargetText
 from moot.client import Client
 from moot.core.errors import ConfigError
 from moot.core.generation import Generation
 from moot.drafters.base import parse_entries
-from moot.replay.evaluate import Policies, Replay, outcome_of
-from moot.replay.folder import open_recording
-from moot.replay.making import Machine, TextPlan, make_texts
-from moot.replay.prompts import Prompt
-from moot.replay.recorder import Asking, record_drafter
-from moot.replay.texts import TargetText
 from moot.testing.tiny_model import make_tiny_model
 from tests.integration.api import CHAT, choice_of
 from tests.integration.shared_systems import FIXED, make_alike

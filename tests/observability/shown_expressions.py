@@ -12,7 +12,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 RULES = ROOT / "deploy" / "prometheus"
-RUNBOOKS = ROOT / "docs" / "operations.md"
+RUNBOOKS = ROOT / "docs" / "operations" / "runbooks.md"
+OPERATIONS = sorted((ROOT / "docs" / "operations").glob("*.md"))
 
 CHOSEN = {
     "$__rate_interval": "30s",

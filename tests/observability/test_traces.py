@@ -15,10 +15,10 @@ from moot.core.errors import ConfigError
 from moot.runtime.tracing import checked_traceparent, open_tracing
 from tests.integration.asking import Ask
 from tests.integration.looping_model import make_looping_model
-from tests.integration.processes import eventually
 from tests.integration.whole_system import System, running
 from tests.observability.needed_tools import module
 from tests.observability.otlp_collector import Collector, Seen
+from tests.waiting import until
 
 module("opentelemetry.sdk.trace", "opentelemetry-sdk")
 module("opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http")
@@ -35,7 +35,7 @@ class Traced:
     def wait(self, trace_id: str, num_spans: int) -> list[Seen]:
         """Spans leave a moment after they ended; the caller's own is not among them."""
         return list(
-            eventually(
+            until(
                 lambda: found if len(found := self.collector.spans(trace_id)) >= num_spans else None,
                 f"{num_spans} spans of trace {trace_id}",
                 20,
@@ -88,7 +88,7 @@ def test_a_request_without_a_context_begins_a_trace_of_its_own(traced: Traced) -
     """Nothing that is no context goes into a message: whoever sends one gets a new trace."""
     before = len({span.trace_id for span in traced.collector.spans()})
     ask(traced.system, "not a trace id")
-    eventually(lambda: len({span.trace_id for span in traced.collector.spans()}) > before, "a new trace", 20)
+    until(lambda: len({span.trace_id for span in traced.collector.spans()}) > before, "a new trace")
 
 
 def test_a_request_that_moves_has_a_session_for_each_verifier(traced: Traced) -> None:
@@ -97,15 +97,15 @@ def test_a_request_that_moves_has_a_session_for_each_verifier(traced: Traced) ->
     moving = Ask(system.router.port, {"model": "tiny", "prompt": "ha ha", "max_tokens": 1500, "ignore_eos": True})
     moving.wait_tokens(5)
     max(system.verifiers, key=lambda verifier: verifier.metric("moot_num_sessions")).terminate()
-    eventually(lambda: moving.is_over, "the request ends", 60)
+    until(lambda: moving.is_over, "the request ends")
     assert moving.reply.finish_reason == "length"
 
     def of_the_request() -> list[Seen]:
         every = traced.collector.spans()
         return [span for span in every if span.facts.get("num_output_tokens") == 1500 and span.service == "moot-router"]
 
-    (request,) = eventually(of_the_request, "the request's span", 20)
-    spans = eventually(
+    (request,) = until(of_the_request, "the request's span")
+    spans = until(
         lambda: found if len(found := traced.collector.spans(request.trace_id)) == 3 else None, "both sessions", 20
     )
     sessions = [span for span in spans if span.service == "moot-verifier"]

@@ -35,7 +35,7 @@ class House:
     folder: Path
     """What lies there already is not made again."""
     change: Callable[[Engine], None] = lambda engine: None
-    patience_s: float = 10.0
+    patience_s: float = 60.0
     """How long what requests hold may outlive them."""
     known: Known = field(default_factory=dict)
     _loaded: dict[str, LoadedModel] = field(default_factory=dict)

@@ -23,8 +23,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from moot.config import load_config
 from moot.core.errors import ConfigError
+from moot.rpc.identity import Identity, identity_of
 from moot.rpc.link import LinkOptions
-from moot.rpc.tls import Identity, PodTls, identity_of, open_tls
+from moot.rpc.tls import PodTls, open_tls
 from moot.runtime.metrics import Metrics
 from moot.testing.certificates import Authority, Leaf, PodFiles
 
@@ -137,7 +138,7 @@ def test_an_unreadable_key_is_named() -> None:
     """A Secret mounted for another user. Nothing is unreadable to root, so the reader takes another user's place."""
     script = (
         "import os, sys\nfrom pathlib import Path\n"
-        "from moot.core.errors import ConfigError\nfrom moot.rpc.tls import read_pems\n"
+        "from moot.core.errors import ConfigError\nfrom moot.rpc.certificates import read_pems\n"
         "if os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
         "try: read_pems(*map(Path, sys.argv[1:]))\n"
         "except ConfigError as error: print(error)"

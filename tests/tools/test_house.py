@@ -211,12 +211,12 @@ def test_3_of_several_circles_among_modules_one_is_shown(build: Build) -> None:
     only(build(files), "moot.core.noise -> moot.core.votes -> moot.core.noise (one of several among 3 modules)")
 
 
-@pytest.mark.parametrize("folder", ["services", "lab", "contrib"])
-def test_4_names_of_modules_stand_once(build: Build, folder: str) -> None:
+def test_4_names_of_modules_stand_once_in_what_serves(build: Build) -> None:
     run = f'{LONG}\nif __name__ == "__main__":\n    print()\n'
-    init = {f"{folder}/__init__.py": '"""Another root."""'}
-    only(build({**init, f"{folder}/votes.py": run}), f"rule 4: moot/core/votes.py: a module votes is also in {folder}/")
-    assert found(build({**init, f"{folder}/votes.py": None, f"{folder}/config.py": run, "moot/config.py": run})) == []
+    init = {f"{folder}/__init__.py": '"""Another root."""' for folder in ("services", "lab")}
+    only(build({**init, "services/votes.py": run}), "rule 4: moot/core/votes.py: a module votes is also in services/")
+    others = {"services/votes.py": None, "services/config.py": run, "moot/config.py": run, "lab/votes.py": run}
+    assert found(build({**init, **others})) == []
 
 
 def test_4_names_of_public_classes_stand_once(build: Build) -> None:
@@ -377,10 +377,10 @@ def test_7_what_is_made_may_be_long(build: Build, page: str, text: str) -> None:
 
 
 def test_the_map_has_a_line_for_each_folder(tmp_path: Path) -> None:
-    write_files(tmp_path, {"bench/__init__.py": '"""Measurements\nof anyone.\n\nMore."""', "moot/v1/__init__.py": ""})
+    write_files(tmp_path, {"lab/__init__.py": '"""Measurements\nof anyone.\n\nMore."""', "moot/v1/__init__.py": ""})
     lines = folder_map(tmp_path).split("\n")
     assert lines[1:-1] == [
-        "- `bench/`: Measurements of anyone.",
+        "- `lab/`: Measurements of anyone.",
         "- `moot/`: The whole.",
         "- `moot/core/`: The algorithms.",
     ]
@@ -389,10 +389,10 @@ def test_the_map_has_a_line_for_each_folder(tmp_path: Path) -> None:
 def test_the_figures_tell_what_serves_from_the_workshop(build: Build) -> None:
     rows = dict(
         line.split("  ", 1)
-        for line in figures(build({"bench/load.py": "pass\n" * 7, "tests/a.py": "pass\n"})).splitlines()
+        for line in figures(build({"lab/bench/load.py": "pass\n" * 7, "tests/a.py": "pass\n"})).splitlines()
     )
     told = {name: value.strip() for name, value in rows.items()}
-    assert told["modules"] == "3"
+    assert told["modules"] == "4"
     assert told["fullest folder"] == "moot/core (2)"
     assert told["lines of what serves"] == str(2 * SMALL_LINES + 4)
     assert told["lines of the workshop"] == told["of these in bench"] == "7"

@@ -9,9 +9,9 @@ from pathlib import Path
 from house_rule.circles import circles, shortest_circle
 from house_rule.tree import GENERATED, ROOTS, Tree, first_sentence
 
-WORKSHOP = ("moot/training", "moot/replay", "bench", "tools", "lab", "contrib")
+WORKSHOP = ("lab", "contrib", "tools")
 SERVING = ("moot", "services")
-MAPPED = (*ROOTS, "bench")
+MAPPED = ROOTS
 
 
 def figures(tree: Tree) -> str:
@@ -29,7 +29,7 @@ def figures(tree: Tree) -> str:
         *(("", " -> ".join(shortest_circle(tree.imports, circle))) for circle in found),
         ("lines of what serves", f"{_lines(tree.root, SERVING, without=(GENERATED, *WORKSHOP)):,}"),
         ("lines of the workshop", f"{_lines(tree.root, WORKSHOP):,}"),
-        ("of these in bench", f"{_lines(tree.root, ('bench', 'lab/bench')):,}"),
+        ("of these in bench", f"{_lines(tree.root, ('lab/bench',)):,}"),
         ("lines of tests", f"{_lines(tree.root, ('tests',)):,}"),
         ("documents", f"{sum(len(text.encode()) for text in tree.pages.values()) / 1000:.1f} kB"),
     ]

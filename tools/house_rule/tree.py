@@ -49,7 +49,7 @@ class Module:
 @dataclass(frozen=True)
 class Tree:
     """`modules` by dotted name and `folders` by path, both without generated code; `imports`: who imports whom,
-    TYPE_CHECKING and functions included; `scripts`: modules that pyproject.toml names; `standing`: small modules and
+    TYPE_CHECKING and functions included; `scripts`: modules that a pyproject.toml names; `standing`: small modules and
     why they stand; `pages`: path and text of the documents."""
 
     root: Path
@@ -156,9 +156,13 @@ def _imports(root: Path, roots: list[str], modules: Mapping[str, Module]) -> dic
 
 
 def _scripts(root: Path) -> frozenset[str]:
-    path = root / "pyproject.toml"
-    project = tomllib.loads(path.read_text()).get("project", {}) if path.exists() else {}
-    groups = [project.get("scripts", {}), *project.get("entry-points", {}).values()]
+    paths = [root / "pyproject.toml", *(root / name / "pyproject.toml" for name in ROOTS)]
+    projects = [tomllib.loads(path.read_text()).get("project", {}) for path in paths if path.exists()]
+    groups = [
+        group
+        for project in projects
+        for group in (project.get("scripts", {}), *project.get("entry-points", {}).values())
+    ]
     return frozenset(value.partition(":")[0] for group in groups for value in group.values())
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from moot.core.errors import ConfigError
 from moot.drafters.attached.base import InsideDrafter
-from moot.drafters.base import INSIDE_KINDS, DrafterEntry, parse_entries, parse_options
+from moot.drafters.base import DrafterEntry, parse_entries, parse_options
+from moot.drafters.registry import ATTACHED_GROUP, attached_kinds, installed
 from moot.model.runner import ModelRunner
 
 
@@ -23,20 +24,13 @@ class InsideKind:
 
 def load_inside_kind(kind: str) -> InsideKind:
     """Raises ConfigError naming the known kinds."""
-    match kind:
-        case "heads":
-            from moot.drafters.attached.heads import HeadsDrafter, HeadsOptions
+    if kind == "heads":
+        from moot.drafters.attached.heads import HeadsDrafter, HeadsOptions
 
-            return InsideKind("heads", HeadsOptions, HeadsDrafter)
-        case "lookahead":
-            from moot.drafters.attached.lookahead import LookaheadDrafter, LookaheadOptions
-
-            return InsideKind("lookahead", LookaheadOptions, LookaheadDrafter)
-        case "self":
-            from moot.drafters.attached.self_layers import SelfDrafter, SelfOptions
-
-            return InsideKind("self", SelfOptions, SelfDrafter)
-    raise ConfigError(f"unknown drafter kind {kind} inside the verifier (known: {', '.join(INSIDE_KINDS)})")
+        return InsideKind("heads", HeadsOptions, HeadsDrafter)
+    if (found := installed(kind, ATTACHED_GROUP, InsideKind)) is not None:
+        return found
+    raise ConfigError(f"unknown drafter kind {kind} inside the verifier (known: {', '.join(attached_kinds())})")
 
 
 def create_inside(entry: DrafterEntry, runner: ModelRunner) -> InsideDrafter:

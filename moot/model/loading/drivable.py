@@ -15,7 +15,8 @@ from moot.model.cache.contiguous import KvPool, KvShape, SequenceCache
 from moot.model.decoder.build import build_decoder, release
 from moot.model.decoder.decoder import Decoder
 from moot.model.decoder.kernels.library import Kernels
-from moot.model.layout import ATTENTION_NAME, STEP_ARGUMENT, AttentionArguments, Step, plan_segment
+from moot.model.layout import STEP_ARGUMENT, AttentionArguments, Step, plan_segment
+from moot.model.modules.attention import ATTENTION_NAME
 from moot.model.modules.layers import install
 from moot.model.rows import NATURAL
 

@@ -23,7 +23,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from moot.core.errors import ModelRefused
-from moot.model.layout import ATTENTION_NAME, STEP_ARGUMENT, AttentionArguments, Segment, Step
+from moot.model.layout import STEP_ARGUMENT, AttentionArguments, Segment, Step
+
+ATTENTION_NAME = "moot_ragged"
+"""Registered with transformers below: whoever imports the name has the function, too."""
 
 
 def softcapped_attention(

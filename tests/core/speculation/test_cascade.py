@@ -19,7 +19,7 @@ bytes_ = st.lists(st.integers(0, 255), min_size=1, max_size=12)
 @given(
     confidences=st.lists(bytes_, max_size=4), num_tokens=st.integers(1, 9), hits=st.lists(st.booleans(), max_size=30)
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_share_is_the_best_expectation(confidences: list[list[int]], num_tokens: int, hits: list[bool]) -> None:
     """Against the definition: over K, the sum over depths of the chance that all tokens up to there are right."""
     calibration = Calibration()

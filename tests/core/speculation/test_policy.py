@@ -66,7 +66,7 @@ def start(max_tokens: int = 64) -> Generation:
     return state
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.sampled_from(sorted(POLICIES)),
     st.sampled_from(sorted(SHAPES)),

@@ -15,6 +15,7 @@ from moot.testing.tiny_model import make_tiny_model
 from services.drafter.config import DrafterConfig
 from services.drafter.serve import make_proposer
 from tests.services.drafter.drafter_driver import GREEDY, RunningDrafter, open_command, propose_command, running
+from tests.waiting import eventually
 
 FIXED = ("dtype=float64", "device=cpu", "deterministic=true")
 
@@ -53,7 +54,7 @@ def test_a_staged_service_proposes_what_the_draft_model_would(folder: Path, alon
         async with asyncio.TaskGroup() as group:
             for n in range(1, 5):
                 group.create_task(talk(n))
-        await drafter.until(lambda: drafter.engine.num_sessions == 0)
+        await eventually(lambda: drafter.engine.num_sessions == 0)
         proposer: Any = drafter.proposer
         assert proposer.stage_counts[0] > 0
         assert proposer.kv_used_tokens == 0

@@ -39,7 +39,7 @@ from services.router.peers.strikes import StrikePolicy
 from services.router.peers.verifiers import TargetPolicy
 from services.router.store import StoreConfig
 from services.verifier.config import VerifierConfig
-from tests.services.router.generation.rounds_rig import eventually
+from tests.waiting import GIVE_UP_S, eventually
 
 TEXT = ScriptedText()
 
@@ -65,7 +65,7 @@ async def router(folder: Path, *flags: str) -> AsyncIterator[Process]:
     verifier = ScriptedVerifier(TEXT, tokenizer_fingerprint=fingerprint)
     drafter = ScriptedDrafter(TEXT, tokenizer_fingerprint=fingerprint, spoil=0.3)
     ready = folder / "ready.json"
-    async with verifier, drafter, httpx.AsyncClient(timeout=30) as client:
+    async with verifier, drafter, httpx.AsyncClient(timeout=GIVE_UP_S) as client:
         process = await asyncio.create_subprocess_exec(
             *(
                 sys.executable,
@@ -78,11 +78,11 @@ async def router(folder: Path, *flags: str) -> AsyncIterator[Process]:
             ),
             *("--port", "0", "--grpc-port", "0", "--metrics-port", "0", "--served-model-name", "scripted"),
             *("--verifiers", verifier.address, "--drafters", f"scripted={drafter.address}"),
-            *("--in-process-drafters", "suffix,prompt_lookup", *flags),
+            *("--in-process-drafters", "suffix,prompt_lookup", "--max-missed-heartbeats", "1000", *flags),
             env={key: value for key, value in os.environ.items() if not key.startswith("MOOT_")},
         )
         try:
-            await eventually(lambda: ready.exists() or process.returncode is not None, 60)
+            await eventually(lambda: ready.exists() or process.returncode is not None)
             assert process.returncode is None, "the router ended at its start"
             facts = json.loads(ready.read_text())
             assert facts.pop("pid") == process.pid
@@ -96,9 +96,16 @@ async def router(folder: Path, *flags: str) -> AsyncIterator[Process]:
 
 
 async def _until_ready(running: Process) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(GIVE_UP_S):
         while (await running.client.get(f"http://127.0.0.1:{running.port}/readyz")).status_code != 200:  # noqa: ASYNC110 - HTTP
             await asyncio.sleep(0.02)
+
+
+async def until_not_ready(running: Process) -> None:
+    async with asyncio.timeout(GIVE_UP_S):
+        probe = f"http://127.0.0.1:{running.metrics_port}/readyz"
+        while (await running.client.get(probe)).status_code == 200:  # noqa: ASYNC110 - HTTP
+            await asyncio.sleep(0.01)
 
 
 def test_router_process_serves_and_drains(tmp_path: Path) -> None:
@@ -114,29 +121,27 @@ def test_router_process_serves_and_drains(tmp_path: Path) -> None:
             assert answer["usage"]["completion_tokens"] == 40
             async with grpc.aio.insecure_channel(f"127.0.0.1:{running.grpc_port}") as channel:
                 stub = router_service_pb2_grpc.RouterServiceStub(channel)
-                call = stub.Generate(pb.GenerateRequest(prompt="hello", max_tokens=40, seed=3), timeout=20)
+                call = stub.Generate(pb.GenerateRequest(prompt="hello", max_tokens=40, seed=3), timeout=GIVE_UP_S)
                 parts = [part async for part in call]
             assert tuple(token for part in parts for token in part.token_ids) == expected
             assert "".join(part.text for part in parts) == answer["choices"][0]["text"]
             assert await running.metric("moot_rounds_total") > 0
             assert await running.metric('moot_degraded{mode="no_drafters"}') == 0
             assert await running.metric(f'moot_build_info{{service="router",version="{version("moot")}"}}') == 1
-            running.verifier.step_s = 0.01
             long = {"prompt": "hello", "max_tokens": 100, "seed": 3, "stream": True}
             async with client.stream("POST", f"{base}/v1/completions", json=long) as stream:
                 lines = stream.aiter_lines()
                 await anext(lines)
+                running.verifier.freeze()
                 running.process.send_signal(signal.SIGTERM)
-                async with asyncio.timeout(10):
-                    probe = f"http://127.0.0.1:{running.metrics_port}/readyz"
-                    while (await client.get(probe)).status_code == 200:  # noqa: ASYNC110 - HTTP
-                        await asyncio.sleep(0.01)
+                await until_not_ready(running)
                 refused = await client.post(f"{base}/v1/completions", json=body)
                 assert refused.status_code == 503
                 assert "retry-after" in refused.headers
+                running.verifier.thaw()
                 rest = [line async for line in lines if line]
             assert rest[-1] == "data: [DONE]"
-            assert await asyncio.wait_for(running.process.wait(), 20) == 0
+            assert await asyncio.wait_for(running.process.wait(), GIVE_UP_S) == 0
             await eventually(lambda: running.verifier.num_streams == 0)
 
     asyncio.run(main())
@@ -150,7 +155,7 @@ def test_usage_errors_exit_with_two(tmp_path: Path) -> None:
             *(sys.executable, "-m", "services.router", "--model", str(tmp_path), "--verifiers", "127.0.0.1:1"),
             stderr=asyncio.subprocess.PIPE,
         )
-        _, text = await asyncio.wait_for(process.communicate(), 60)
+        _, text = await asyncio.wait_for(process.communicate(), GIVE_UP_S)
         assert process.returncode == 2
         assert b"no tokenizer at" in text
 
@@ -185,7 +190,7 @@ def test_what_a_router_cannot_start_with_is_a_config_error(tmp_path: Path, chang
         fields = {name: port if value == "taken" else value for name, value in fields.items()}
 
         async def start() -> None:
-            await asyncio.wait_for(serve(RouterConfig(model=str(tmp_path), **fields), asyncio.Event()), 60)
+            await asyncio.wait_for(serve(RouterConfig(model=str(tmp_path), **fields), asyncio.Event()), GIVE_UP_S)
 
         with pytest.raises(ConfigError, match=word) as caught:
             asyncio.run(start())

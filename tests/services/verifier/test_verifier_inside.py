@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from contrib.lookahead import LookaheadDrafter
 from moot.core.types import ROOT, Draft, Proposal, SamplingParams
 from moot.drafters.attached.base import NO_GUESSES, Guesses, InsideAsk, InsideDrafter
-from moot.drafters.attached.lookahead import LookaheadDrafter
 from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
 from moot.drafters.base import Chain
 from moot.model.cache.base import depths_of

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moot.core.errors import BodyTooLarge, ContextLengthExceeded, InvalidRequest, ModelNotFound
@@ -389,7 +389,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(JSON)
 def test_texts_are_no_values(value: Any) -> None:
     """What is counted are the commas of JSON, not those of texts, whatever is escaped in them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -18,8 +19,9 @@ from moot.testing.sessions import VerifiedSession
 from services.router.generation.ballots import BallotPolicy
 from services.router.generation.electorate import Electorate
 from services.router.generation.ports import Prefix
-from tests.services.router.generation.rounds_rig import eventually, request, rig
+from tests.services.router.generation.rounds_rig import BALLOT, request, rig
 from tests.services.router.generation.test_rounds_equality import drafters, drawn_request
+from tests.waiting import eventually
 
 Rule = Callable[[VerifiedSession, int, int], Sequence[tuple[int, ...]]]
 
@@ -57,7 +59,7 @@ def test_texts_with_drafters_inside_are_plain_ones(seed: int) -> None:
             text=text,
             verifiers=[verifier],
             drafters=drafters(text, count=seed % 3, seed=seed),
-            ballots=BallotPolicy(width=1 + seed % 2, soft_deadline_s=0.05, hard_deadline_s=0.1),
+            ballots=replace(BALLOT, width=1 + seed % 2),
             shape=draw.choice(("chain", "siblings", "tree")),
             vote=draw.choice(("majority", "calibrated")),
             length=draw.choice(("fixed", "goodput")),

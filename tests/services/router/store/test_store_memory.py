@@ -37,7 +37,7 @@ async def apply(store: DurableStore | MemoryStore, request_id: str, step: tuple[
     return None if name == "commit" else result
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=_steps)
 def test_same_calls_same_answers(shared_server: Server, steps: list[tuple[Any, ...]]) -> None:
     """One protocol, one behaviour: the rounds need not know which store they use."""

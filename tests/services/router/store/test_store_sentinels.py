@@ -18,12 +18,8 @@ from services.router.store import DurableStore, StoreConfig, open_store
 from services.router.store.connection import RedisConnection, Sentinels, pool_of
 from tests.integration.sentinel_group import MASTER, Group
 from tests.integration.store_certificates import make_certificates
-from tests.services.router.store.store_server import PATIENT_S, Server, config, record, run
-
-
-async def until(true: Any) -> None:
-    while not true():  # noqa: ASYNC110 - what is waited for happens in another process
-        await asyncio.sleep(0.01)
+from tests.services.router.store.store_server import Server, config, record, run
+from tests.waiting import GIVE_UP_S, eventually
 
 
 def sentinel_config(group: Group, **changes: Any) -> StoreConfig:
@@ -33,6 +29,8 @@ def sentinel_config(group: Group, **changes: Any) -> StoreConfig:
         "sentinel_master": MASTER,
         "sentinel_password": "sentinelword",
         "upkeep_interval_s": 0.05,
+        "timeout_s": 5.0,
+        "connect_timeout_s": 5.0,
     }
     return StoreConfig(**(values | changes))
 
@@ -79,7 +77,7 @@ def test_after_a_failover_the_new_master_gets_what_it_missed(group: Group) -> No
             assert store.up
             assert await store.create(record())
             assert await store.commit("r1", 1, 0, [1, 2])
-            await until(lambda: group.servers[1].client().exists("moot:{r1}"))
+            await eventually(lambda: group.servers[1].client().exists("moot:{r1}"))
             go_on = group.lose_the_tail()
             assert await store.commit("r1", 1, 2, [3, 4])
             group.servers[0].kill()
@@ -88,16 +86,16 @@ def test_after_a_failover_the_new_master_gets_what_it_missed(group: Group) -> No
             assert not await store.commit("r1", 1, 4, [5])
             assert not await store.create(record("r2"))
             await asyncio.to_thread(group.wait_failover)
-            await until(lambda: store.up and store.num_unsynced == 0)
+            await eventually(lambda: store.up and store.num_unsynced == 0)
             assert await store.commit("r1", 1, 5, [6])
             assert await store.create(record("r3"))
         url = f"redis://:serverword@127.0.0.1:{group.servers[1].port}"
-        async with opened(StoreConfig(url=url, timeout_s=PATIENT_S)) as there:
+        async with opened(StoreConfig(url=url, timeout_s=GIVE_UP_S)) as there:
             assert await there.load("r1") == record(output_token_ids=(1, 2, 3, 4, 5, 6))
             assert await there.load("r2") == record("r2")
             assert await there.load("r3") == record("r3")
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    run(scenario())
 
 
 class Told:
@@ -160,12 +158,12 @@ def test_most_sentinels_are_believed(answers: tuple[str | None, ...], named: tup
     async def scenario() -> None:
         async with Told(*answers) as told:
             enough = answers.count("a:1") * 2 > len(answers)
-            sentinels = Sentinels(told.addresses, 30.0 if enough else 1.0, protocol=2, driver_info=None)
+            sentinels = Sentinels(told.addresses, 3600.0 if enough else 1.0, protocol=2, driver_info=None)
             if named is None:
                 with pytest.raises(MasterNotFoundError):
                     await sentinels.discover_master(MASTER)
             else:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(GIVE_UP_S):
                     assert await sentinels.discover_master(MASTER) == named
 
     run(scenario())
@@ -190,8 +188,8 @@ def test_sentinels_speak_tls_as_the_server_does(tmp_path: Path) -> None:
                     url=f"rediss://anything/0?ssl_ca_certs={certificates / 'ca.crt'}",
                     sentinels=(address,),
                     sentinel_master=MASTER,
-                    timeout_s=10,
-                    connect_timeout_s=10,
+                    timeout_s=GIVE_UP_S,
+                    connect_timeout_s=GIVE_UP_S,
                 )
             )
             if is_good:
@@ -214,7 +212,7 @@ def test_a_server_that_follows_another_takes_no_commit(server: Server, tmp_path:
 
     async def scenario() -> None:
         changes: list[bool] = []
-        store = await open_store(config(server, timeout_s=0.3, connect_timeout_s=0.3), changes.append)
+        store = await open_store(config(server), changes.append)
         assert isinstance(store, DurableStore)
         assert await store.create(record())
         server.client().replicaof("127.0.0.1", other.port)
@@ -222,10 +220,10 @@ def test_a_server_that_follows_another_takes_no_commit(server: Server, tmp_path:
         await asyncio.sleep(0.3)  # several probes: none of them may take it for a server
         assert changes == [True, False]
         server.client().replicaof("NO", "ONE")
-        await until(lambda: store.up and store.num_unsynced == 0)
+        await eventually(lambda: store.up and store.num_unsynced == 0)
         assert await store.commit("r1", 1, 2, [3])
         await store.close()
-        async with opened(config(server, timeout_s=PATIENT_S)) as fresh:
+        async with opened(config(server)) as fresh:
             assert await fresh.load("r1") == record(output_token_ids=(1, 2, 3))
 
     try:

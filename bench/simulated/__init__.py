@@ -1,1 +1,0 @@
-"""What bench/simulate.py measures on this machine before it predicts."""

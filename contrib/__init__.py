@@ -1,0 +1,1 @@
+"""Drafter kinds that are in no default, installed by the entry points that anybody uses."""

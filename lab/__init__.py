@@ -1,0 +1,1 @@
+"""The workshop, which nothing that serves needs: training, replay and measurements."""

@@ -1,0 +1,1 @@
+"""Parts of `lab.bench.gpu_check`."""

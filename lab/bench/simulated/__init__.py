@@ -1,0 +1,1 @@
+"""What lab/bench/simulate.py measures on this machine before it predicts."""

@@ -1,0 +1,49 @@
+import random
+
+import pytest
+
+from lab.bench.intervals import Interval, interleaved, ratios
+
+
+@pytest.mark.parametrize(("count", "trimmed"), [(5, 0), (7, 0), (8, 0), (9, 1), (15, 3), (30, 9)])
+def test_the_interval_drops_as_many_samples_as_the_binomial_law_allows(count: int, trimmed: int) -> None:
+    """Ends of the 95 % interval of a median are order statistics; the ranks are those of printed tables."""
+    samples = [float(index) for index in range(count)]
+    random.Random(0).shuffle(samples)
+    assert Interval.of(samples) == Interval((count - 1) / 2, trimmed, count - 1 - trimmed)
+
+
+def test_the_interval_encloses_the_median_as_often_as_it_says() -> None:
+    """At least 95 of 100 intervals hold the true median, whatever the distribution (here a skewed one)."""
+    generator = random.Random(1)
+    held = 0
+    for _ in range(2000):
+        found = Interval.of([generator.expovariate(1.0) for _ in range(9)])
+        held += found.low <= 0.6931 <= found.high
+    assert held / 2000 > 0.94
+
+
+def test_a_bound_is_missed_only_when_the_whole_interval_lies_beyond_it() -> None:
+    """Noise alone must not fail a measurement, and a clear miss must not pass."""
+    found = Interval(1.06, 1.01, 1.1)
+    assert found.verdict(at_most=1.05) == "reached"
+    assert found.verdict(at_most=1.0) == "missed"
+    assert found.verdict(at_least=1.2) == "missed"
+
+
+def test_what_a_pair_shares_cancels_in_its_ratio() -> None:
+    """A machine that is slow for one whole pair moves no ratio."""
+    assert ratios([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]) == Interval(2.0, 2.0, 2.0)
+
+
+def test_turns_alternate_in_order_and_warm_up_is_dropped() -> None:
+    """Neither measurement always comes first, and the first round is not counted."""
+    calls: list[str] = []
+
+    def taking(name: str) -> float:
+        calls.append(name)
+        return float(len(calls))
+
+    found = interleaved({"a": lambda: taking("a"), "b": lambda: taking("b")}, 3, say=lambda _: None)
+    assert calls == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert found == {"a": [4.0, 5.0, 8.0], "b": [3.0, 6.0, 7.0]}
