@@ -60,6 +60,9 @@ class ApiServer:
         self.answers: list[Any] = []
         """What the next lists are answered with instead: a status, or a body."""
         self.refuse_watches = 0
+        self.answers_watches = threading.Event()
+        """While it is not set, watches are asked for and not answered."""
+        self.answers_watches.set()
         self.server: ThreadingHTTPServer | None = None
         self.port = 0
         self.start()
@@ -157,6 +160,7 @@ class ApiServer:
             number = self.watches
             refused, self.refuse_watches = self.refuse_watches > 0, max(0, self.refuse_watches - 1)
             self.condition.notify_all()
+        self.answers_watches.wait(GIVE_UP_S)
         if refused:
             request.send_response(410)
             request.send_header("Content-Length", "0")

@@ -302,6 +302,19 @@ def test_a_silent_watch_is_let_go(server: ApiServer) -> None:
     run(server, scenario)
 
 
+def test_a_watch_that_is_answered_too_late_is_let_go(server: ApiServer) -> None:
+    """Following ends while the server thinks about a watch: its answer, which never ends by itself, holds no thread."""
+
+    async def scenario(server: ApiServer, heard: Heard) -> None:
+        await heard.until("10.0.0.1")
+        await server.until(lambda server: server.watches == 1)
+        threading.Timer(0.3, server.answers_watches.set).start()
+
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
+    server.answers_watches.clear()
+    run(server, scenario, watch_s=3600)
+
+
 def test_the_address_of_a_service_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """`k8s:///namespace/service:port`; what is none is quoted, and without a cluster the error says so."""
     peers = parse_slices("k8s:///serving/moot-verifier:7100", 3.0, api=object())

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.asyncio.connection import Connection
-from redis.asyncio.sentinel import MasterNotFoundError
+from redis.asyncio.sentinel import MasterNotFoundError, SentinelConnectionPool
 
 from moot.core.errors import ConfigError, StoreUnavailable
 from moot.core.options import make_config
 from services.router.config import RouterConfig
 from services.router.store import DurableStore, StoreConfig, open_store
-from services.router.store.connection import RedisConnection, Sentinels
+from services.router.store.connection import RedisConnection, Sentinels, pool_of
 from tests.integration.sentinel_group import MASTER, Group
 from tests.integration.store_certificates import make_certificates
 from tests.services.router.store.store_server import Server, config, record, run
@@ -140,10 +139,6 @@ async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answ
         writer.close()
 
 
-def plain_connection(host: str, port: int) -> Connection:
-    return Connection(host=host, port=port, protocol=2, driver_info=None)
-
-
 @pytest.mark.parametrize(
     ("answers", "named"),
     [
@@ -164,13 +159,13 @@ def test_most_sentinels_are_believed(answers: tuple[str | None, ...], named: tup
     async def scenario() -> None:
         async with Told(*answers) as told:
             enough = answers.count("a:1") * 2 > len(answers)
-            sentinels = Sentinels(told.addresses, MASTER, plain_connection, 3600.0 if enough else 1.0)
+            sentinels = Sentinels(told.addresses, 3600.0 if enough else 1.0, protocol=2, driver_info=None)
             if named is None:
                 with pytest.raises(MasterNotFoundError):
-                    await sentinels.master()
+                    await sentinels.discover_master(MASTER)
             else:
                 async with asyncio.timeout(GIVE_UP_S):
-                    assert await sentinels.master() == named
+                    assert await sentinels.discover_master(MASTER) == named
 
     run(scenario())
 
@@ -271,7 +266,7 @@ def test_the_flags_reach_the_store() -> None:
     assert "'p'" not in repr(made)
 
     async def scenario() -> None:
-        assert RedisConnection(made)._sentinels is not None
+        assert isinstance(pool_of(made), SentinelConnectionPool)
         with pytest.raises(ConfigError, match="unix://"):
             RedisConnection(StoreConfig(url="unix:///x", sentinels=("a:1",), sentinel_master="m"))
 
