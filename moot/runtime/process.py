@@ -19,7 +19,7 @@ class ServiceOptions(Options):
     metrics_port: int = option(help="port of /metrics, /livez and /readyz; 0 chooses a free one", minimum=0)
     ready_file: Path | None = option(None, help="written as JSON with the bound ports once requests are served")
     log_level: str = option("info", help="least level logged", choices=("debug", "info", "warning", "error"))
-    drain_grace_s: float = option(20.0, help="seconds after SIGTERM in which what is running may finish", above=0)
+    drain_grace_s: float = option(20.0, help="seconds after SIGTERM in which what is running may finish", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
