@@ -80,7 +80,7 @@ class Client:
         self.url = base_url
         try:
             url = httpx.URL(base_url)
-            good = url.scheme in ("http", "https") and url.host and url.port != 0
+            good = url.scheme in ("http", "https") and url.host and (url.port is None or 0 < url.port < 65536)
         except httpx.InvalidURL:  # brackets that are no IPv6 address, a port that is none
             good = False
         if not good:
