@@ -62,7 +62,7 @@ class Decoder:
     @property
     def way(self) -> str:
         """Which code computes the pass, for the fingerprint of its numbers."""
-        return "decoder, " + ("packed weights" if self.kernels is None else f"kernels {self.kernels.digest}")
+        return "decoder, " + ("packed weights" if self.kernels is None else f"kernels {self.kernels.variant}")
 
     @property
     def natural_rules(self) -> RowRules:
