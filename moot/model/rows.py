@@ -4,8 +4,7 @@ A matrix product may round a row differently depending on how many rows share th
 them: BLAS libraries have other kernels for few rows and for remainders. In deterministic mode every product runs in
 tiles of at most 32 rows (a decoder's of more, where that holds), padded to row counts that are equal bit by bit;
 attention runs in tiles of at most 32 query rows of one request, padded likewise, over a KV length that is a multiple of
-256. A call may compute the tiles of several requests where each comes out of it as out of a call of its own. What holds
-depends on the machine: `selfcheck` picks the cheapest that does, or refuses the mode.
+256. What holds depends on the machine: `selfcheck` picks the cheapest that does, or refuses the mode.
 
 What the CPU can do, as Linux lists it.
 """
@@ -18,7 +17,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,8 +63,6 @@ class RowRules:
     Products: at most `product_tile` rows; up to `tile` padded by `linear`, more to a multiple of `product_multiple`.
     Attention as two products over at most `product_slots` slots, as one fused call over more of them.
 
-    `together`: several requests' attention may be one call. It changes no bit, so it is no part of what this prints as.
-
     `by_row`: kernels compute each row's attention by itself, whatever is beside it. Then nothing above is said of it.
     """
 
@@ -76,7 +73,6 @@ class RowRules:
     product_tile: int = TILE_ROWS
     product_multiple: int = TILE_ROWS
     product_slots: int = 0
-    together: bool = field(default=False, repr=False)
     by_row: bool = False
 
     def product_rows(self, num_rows: int) -> int:
@@ -97,7 +93,7 @@ PRODUCT_SLOTS = 8192
 """Attention by products is checked, and used, over at most so many slots."""
 
 # Whole spans even here: what is attended to then lies in one piece and is not copied.
-NATURAL_DECODER = RowRules(128, Padding(1, 1), Padding(1, 1), True, 2**31, 1, PRODUCT_SLOTS, together=True)
+NATURAL_DECODER = RowRules(128, Padding(1, 1), Padding(1, 1), True, 2**31, 1, PRODUCT_SLOTS)
 NATURAL_KERNELS = replace(NATURAL, by_row=True)
 
 # Cheapest first. Seen with torch 2.13: bfloat16 products have their own kernel for 1 row; float32 and float64 ones for

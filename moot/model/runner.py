@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moot.core.types import ModelInfo
 from moot.model.cache.base import KvCache
-from moot.model.cache.contiguous import Arena, KvPool, SequenceCache
+from moot.model.cache.contiguous import KvPool, SequenceCache
 from moot.model.inputs import SequenceInput, check_inputs
 from moot.model.layout import STEP_ARGUMENT, Segment, Step, num_step_rows, plan_segment
 from moot.model.loading.load import LoadedModel
@@ -86,9 +86,7 @@ class ModelRunner:
         self.loaded = loaded
         self.info: ModelInfo = loaded.info
         self.dtype, self.device = loaded.kv_shape.dtype, loaded.kv_shape.device
-        # Only the decoder reads several caches at once, and it computes on a CPU.
-        arena = None if loaded.decoder is None else Arena(loaded.kv_shape)
-        self.pool = KvPool(loaded.kv_shape, kv_capacity_tokens, arena)
+        self.pool = KvPool(loaded.kv_shape, kv_capacity_tokens)
         self.deterministic = rules is not None
         self._states = States(loaded)
         natural = NATURAL if loaded.decoder is None else loaded.decoder.natural_rules

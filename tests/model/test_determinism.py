@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moot.core.errors import ConfigError
 from moot.model.backend import plain_runner
 from moot.model.checks import selfcheck
-from moot.model.decoder.kernels.library import load_kernels
+from moot.model.decoder.kernels.library import VARIANTS, load_kernels
 from moot.model.inputs import SequenceInput
 from moot.model.loading.load import LoadedModel, load_model
 from moot.model.modules.layers import RowwiseActivation
@@ -30,33 +30,41 @@ LENGTH = 526
 
 # A width that is no multiple of a vector's length, where activation functions have remainders.
 SIZES: dict[str, dict[str, Any]] = {"llama": {"intermediate_size": 200}}
-CASES = [(family, dtype, SIZES.get(family, {})) for family in FAMILIES for dtype in DTYPES]
-KERNEL_CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("llama", "bfloat16", {"num_attention_heads": 6, "hidden": 96, "head_dim": 64}),
-    ("llama", "bfloat16", {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 32}),
-    ("llama", "bfloat16", {"num_key_value_heads": 4, "head_dim": 128}),
-    ("mistral", "bfloat16", {"sliding_window": 24, "head_dim": 32}),
-    ("qwen2", "bfloat16", {"hidden": 128}),
-    ("qwen3", "bfloat16", {"head_dim": 96}),
+CASES = [(family, dtype, SIZES.get(family, {}), None) for family in FAMILIES for dtype in DTYPES]
+KERNEL_CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"num_attention_heads": 6, "hidden": 96, "head_dim": 64}),
+    ("llama", {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 32}),
+    ("llama", {"num_key_value_heads": 4, "head_dim": 128}),
+    ("mistral", {"sliding_window": 24, "head_dim": 32}),
+    ("qwen2", {"hidden": 128}),
+    ("qwen3", {"head_dim": 96}),
 ]
 """Models whose heads and widths are such that compiled kernels compute what lies between products."""
+
+KERNEL_CASES = [(*config, variant.name) for variant in VARIANTS for config in KERNEL_CONFIGS]
 
 
 @pytest.fixture(
     scope="module",
-    params=[*CASES, *KERNEL_CASES],
-    ids=[f"{case[0]}-{case[1]}" for case in CASES] + [f"{case[0]}-kernels-{case[2]}" for case in KERNEL_CASES],
+    params=[*CASES, *((family, "bfloat16", config, name) for family, config, name in KERNEL_CASES)],
+    ids=[f"{case[0]}-{case[1]}" for case in CASES] + [f"{case[0]}-{case[2]}-{case[1]}" for case in KERNEL_CASES],
 )
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
-    family, dtype, config = request.param
+    family, dtype, config, kernels = request.param
     threads = torch.get_num_threads()
     # With several threads operations are cut at other places; one thread for the rest keeps the suite short.
     torch.set_num_threads(2 if family == "llama" else 1)
     path = make_tiny_model(tmp_path_factory.mktemp(family), family, seed=1, **config)
-    loaded = load_model(path, dtype=dtype)
-    if request.param in KERNEL_CASES and load_kernels(cache_dir()) is None:
-        pytest.skip("no kernels: a CPU with AVX512-BF16, and apt-get install gcc libc6-dev")
-    assert request.param not in KERNEL_CASES or (loaded.decoder is not None and loaded.decoder.kernels is not None)
+    with pytest.MonkeyPatch.context() as patched:
+        if kernels is not None:
+            patched.setenv("MOOT_KERNELS", kernels)
+            if load_kernels(cache_dir()) is None:
+                pytest.skip(f"no kernels: a CPU with {kernels}, and apt-get install gcc libc6-dev")
+        loaded = load_model(path, dtype=dtype)
+    if kernels is not None:
+        assert loaded.decoder is not None
+        assert loaded.decoder.kernels is not None
+        assert loaded.decoder.kernels.variant.name == kernels
     yield plain_runner(loaded, 16384, True)
     torch.set_num_threads(threads)
 

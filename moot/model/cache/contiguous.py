@@ -3,17 +3,13 @@
 Slot p holds key and value of the token at position p. Pending chains lie in place, in the slots after `length`; a tree
 lies in `Pending.tree_kv` [layers, 2, tokens, kv_heads, head_dim], because siblings share a position.
 
-Memory in which the caches of many sequences lie side by side, so that one matrix product can attend to several.
-
-A chunk holds slabs of one size; a slab is the memory of one cache. Free slabs are zeros and take no memory: a chunk is
-address space, of which the system provides what has been written to and takes back what was freed.
+On a CPU a cache is address space of its own, of which the system provides what is written to and takes all back when
+the cache ends: caches hold what the pool has charged and no more.
 """
 
 from __future__ import annotations
 
-import heapq
 import mmap
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,97 +19,6 @@ from torch import Tensor
 from moot.core.errors import NoCapacity, is_out_of_memory
 from moot.model.cache.base import KvCache, Pending
 from moot.runtime.faults import fault
-
-MOST_SLAB_SLOTS = 2048
-"""Caches of more slots have memory of their own: with so much to attend to, one call for several saves nothing."""
-
-_CHUNK_SLOTS = 16_384
-_RETURNS_ZEROS = sys.platform == "linux"
-"""Elsewhere pages that were given back need not read as zeros."""
-
-
-def slabs_per_chunk(slots: int) -> int:
-    return _CHUNK_SLOTS // slots
-
-
-class Chunk:
-    """`data` is [layers, 2, slabs, kv_heads, slots, head_dim]. Raises OSError where there is no address space."""
-
-    def __init__(self, shape: KvShape, slots: int) -> None:
-        self.slots = slots
-        self.num_slabs = slabs_per_chunk(slots)
-        sizes = (shape.num_layers, 2, self.num_slabs, shape.num_kv_heads, slots, shape.head_dim)
-        self._memory = mmap.mmap(-1, self.num_slabs * slots * shape.bytes_per_token, mmap.MAP_PRIVATE | mmap.MAP_ANON)
-        self.data = torch.frombuffer(self._memory, dtype=shape.dtype).view(sizes)
-        self._free = list(range(self.num_slabs))
-
-    @property
-    def is_full(self) -> bool:
-        return not self._free
-
-    @property
-    def is_unused(self) -> bool:
-        return len(self._free) == self.num_slabs
-
-    def take(self) -> Slab:
-        """The first free slab: the fewer gaps, the more caches one product can take."""
-        return Slab(self, heapq.heappop(self._free))
-
-    def give_back(self, index: int) -> None:
-        """The slab reads as zeros afterwards."""
-        slab = self.data[:, :, index]
-        size = slab[0, 0].numel() * slab.itemsize
-        if _RETURNS_ZEROS and size % mmap.PAGESIZE == 0:
-            for piece in range(slab.shape[0] * 2):
-                self._memory.madvise(mmap.MADV_DONTNEED, (piece * self.num_slabs + index) * size, size)
-        else:
-            slab.zero_()
-        heapq.heappush(self._free, index)
-
-
-class Slab:
-    """The memory of one cache, number `index` of its chunk."""
-
-    __slots__ = ("chunk", "index")
-
-    def __init__(self, chunk: Chunk, index: int) -> None:
-        self.chunk = chunk
-        self.index = index
-
-    @property
-    def data(self) -> Tensor:
-        """[layers, 2, slots, kv_heads, head_dim], in memory heads before slots."""
-        return self.chunk.data[:, :, self.index].transpose(2, 3)
-
-
-class Arena:
-    """Hands out slabs of any number of slots up to MOST_SLAB_SLOTS. Not thread-safe: one compute thread."""
-
-    def __init__(self, shape: KvShape) -> None:
-        self._shape = shape
-        self._chunks: dict[int, list[Chunk]] = {}
-
-    @property
-    def num_chunks(self) -> int:
-        return sum(map(len, self._chunks.values()))
-
-    def take(self, slots: int) -> Slab | None:
-        """A slab of zeros, or None for a size that is not laid out side by side. Raises OSError."""
-        if not 0 < slots <= MOST_SLAB_SLOTS:
-            return None
-        chunks = self._chunks.setdefault(slots, [])
-        chunk = next((chunk for chunk in chunks if not chunk.is_full), None)
-        if chunk is None:
-            chunk = Chunk(self._shape, slots)
-            chunks.append(chunk)
-        return chunk.take()
-
-    def give_back(self, slab: Slab) -> None:
-        """Nobody reads the slab any more. A chunk that nobody uses goes back to the system."""
-        slab.chunk.give_back(slab.index)
-        if slab.chunk.is_unused:
-            self._chunks[slab.chunk.slots].remove(slab.chunk)
-
 
 PAGE_SLOTS = 512
 """Slots are charged to the pool in multiples of this."""
@@ -142,14 +47,10 @@ class KvShape:
 
 
 class KvPool:
-    """Accounting of slots: no cache grows past what is left of `capacity_tokens` (rounded up to whole pages).
+    """Accounting of slots: no cache grows past what is left of `capacity_tokens` (rounded up to whole pages)."""
 
-    `arena`: where caches lie side by side; without one each has memory of its own.
-    """
-
-    def __init__(self, shape: KvShape, capacity_tokens: int, arena: Arena | None = None) -> None:
+    def __init__(self, shape: KvShape, capacity_tokens: int) -> None:
         self.shape = shape
-        self.arena = arena
         self.capacity_tokens = round_up(capacity_tokens, PAGE_SLOTS)
         self.used_tokens = 0
 
@@ -169,13 +70,11 @@ class KvPool:
 class SequenceCache(KvCache):
     """`data` is [layers, 2, slots, kv_heads, head_dim], in memory heads before slots: what a head attends to lies in
     one piece, which matrix products take without copying it. All slots are finite numbers from the start (a masked slot
-    gets weight 0, and 0 times NaN would be NaN; see `wipe` for tokens whose own numbers are not finite). `slab`: where
-    in the pool's arena `data` lies, None for memory of its own."""
+    gets weight 0, and 0 times NaN would be NaN; see `wipe` for tokens whose own numbers are not finite)."""
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
         self.length = 0
-        self.slab: Slab | None = None
         self.data = self._allocate(0)
         self.pending: Pending | None = None
 
@@ -245,25 +144,15 @@ class SequenceCache(KvCache):
         """
         if (found := fault("kv.allocate")) and found.action == "memory" and num_slots > int(found.argument):
             raise MemoryError("fault point kv.allocate")
-        old, slab = self.slab, self._new_slab(num_slots)
-        data = self._allocate(num_slots) if slab is None else slab.data
+        data = self._allocate(num_slots)
         data[:, :, : self.length] = self.data[:, :, : self.length]
-        self.data, self.slab = data, slab
-        if old is not None and self._pool.arena is not None:
-            self._pool.arena.give_back(old)
-
-    def _new_slab(self, num_slots: int) -> Slab | None:
-        if self._pool.arena is None:
-            return None
-        try:
-            return self._pool.arena.take(num_slots)
-        except OSError:
-            # No address space for many caches: one cache's own memory may still be had, and its own error tells if not.
-            return None
+        self.data = data
 
     @torch.inference_mode()
     def _allocate(self, num_slots: int) -> Tensor:
         shape = self._pool.shape
-        return torch.zeros(
-            shape.num_layers, 2, shape.num_kv_heads, num_slots, shape.head_dim, dtype=shape.dtype, device=shape.device
-        ).transpose(2, 3)
+        sizes = (shape.num_layers, 2, shape.num_kv_heads, num_slots, shape.head_dim)
+        if not num_slots or shape.device.type != "cpu":
+            return torch.zeros(sizes, dtype=shape.dtype, device=shape.device).transpose(2, 3)
+        memory = mmap.mmap(-1, num_slots * shape.bytes_per_token, mmap.MAP_PRIVATE | mmap.MAP_ANON)
+        return torch.frombuffer(memory, dtype=shape.dtype).view(sizes).transpose(2, 3)

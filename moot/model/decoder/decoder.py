@@ -14,7 +14,7 @@ from torch.nn import functional
 from moot.model.decoder.by_kernels import KernelLayers
 from moot.model.decoder.kernels.library import Kernels
 from moot.model.decoder.layers import Weights, gated, turned_heads
-from moot.model.decoder.tiles import StepTiles, attend
+from moot.model.decoder.tiles import StepTiles
 from moot.model.layout import Step
 from moot.model.rows import NATURAL_DECODER, NATURAL_KERNELS, RowRules
 
@@ -27,14 +27,14 @@ def run_layers(
     both = torch.cat((embedded, embedded.neg()), dim=1)
     hidden, negated = both[:, :width], both[:, width:]
     turns = weights.rotary.at(positions)
-    tiles = StepTiles(step, rows, heads, rules)
+    tiles = StepTiles(step, rows, heads, rules.product_slots)
     for index in layers:
         layer = weights.layers[index]
         projected = layer.queries_keys_values.in_tiles(layer.before_attention(both), rules.product_tile)
         turned = turned_heads(projected, turns, heads, layer.head_norm, layer.query_scale)
         values = projected[:, heads.turned * heads.dim :].view(rows, heads.kv_heads, heads.dim)
         tiles.store(index, turned, values)
-        mixed = tiles.attend(index, layer.window, attend)
+        mixed = tiles.attend(index, layer.window)
         hidden.add_(layer.attended.in_tiles(mixed, rules.product_tile))
         torch.neg(hidden, out=negated)
         gate_up = layer.gate_up.in_tiles(layer.before_mlp(both), rules.product_tile)
@@ -62,7 +62,11 @@ class Decoder:
     @property
     def way(self) -> str:
         """Which code computes the pass, for the fingerprint of its numbers."""
-        return "decoder, " + ("packed weights" if self.kernels is None else f"kernels {self.kernels.digest}")
+        return "decoder, " + (
+            "packed weights"
+            if self.kernels is None
+            else f"kernels {self.kernels.variant.name} {self.kernels.variant.digest}"
+        )
 
     @property
     def natural_rules(self) -> RowRules:

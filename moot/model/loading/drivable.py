@@ -74,8 +74,9 @@ def distance(ours: Tensor, plain: Tensor) -> float:
 
 
 def most_distance(dtype: torch.dtype) -> float:
-    # Half-precision models of many layers drift by some per cent; a wrong mask or position gives errors near 1.
-    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
+    # Half-precision models of many layers drift by some per cent (transformers' own pass of SmolLM2 by 0.11 from the
+    # kernels', where the CPU lacks AVX512-BF16); a wrong mask or position gives errors near 1.
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.2
 
 
 def _drive(

@@ -137,7 +137,7 @@ def test_every_bench_has_the_name_of_its_command() -> None:
     paths that there are."""
     found = names()
     assert {"router_round", "router_scaling", "load", "ablation", "end_to_end", "peers", "verify_time"} <= set(found)
-    assert {"branch_time", "batch_time", "divergence", "misbehaving", "overload", "node_budget"} <= set(found)
+    assert {"branch_time", "divergence", "misbehaving", "overload", "node_budget"} <= set(found)
     assert {"length_sweep", "replay_votes", "replay_kinds", "simulate", "gpu_check"} <= set(found)
     root = Path(__file__).parents[3]
     told = subprocess.run(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import math
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 
-from moot.core.errors import NoCapacity
+from moot.core.errors import NoCapacity, is_out_of_memory
 from moot.model.cache.base import Pending
 from moot.model.cache.contiguous import PAGE_SLOTS, SPAN_SLOTS, KvPool, KvShape, SequenceCache
 
@@ -50,19 +55,41 @@ def test_growing_keeps_what_is_committed() -> None:
     assert positions(cache) == list(range(500))
 
 
+def test_a_cache_takes_the_memory_that_is_written_to_and_gives_all_back() -> None:
+    """Slots are zeros from the start and none of the machine's memory; what was taken is the system's again after the
+    cache's end."""
+
+    def taken() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    pool = KvPool(KvShape(8, 8, 64, torch.float32, torch.device("cpu")), 16 * PAGE_SLOTS)
+    size = 8 * PAGE_SLOTS * pool.shape.bytes_per_token
+    before = taken()
+    cache = SequenceCache(pool)
+    cache.reserve(8 * PAGE_SLOTS)
+    assert taken() - before < size // 8
+    assert not cache.data[:, :, ::500].any()
+    with torch.inference_mode():
+        cache.data.fill_(math.nan)
+    assert taken() - before > size * 7 // 8
+    cache.free()
+    assert taken() - before < size // 8
+
+
 def test_slots_that_could_not_be_allocated_are_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without memory for it the cache does not grow, and its pool can still give what it had."""
     pool = KvPool(SHAPE, 4 * PAGE_SLOTS)
     cache = SequenceCache(pool)
     cache.reserve(1)
 
-    def fail(*args: object, **kwargs: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", fail)
-        with pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(mmap, "mmap", fail)
+        with pytest.raises(OSError, match="allocate memory") as raised:
             cache.reserve(PAGE_SLOTS + 1)
+    assert is_out_of_memory(raised.value)
     assert (cache.num_slots, pool.used_tokens) == (PAGE_SLOTS, PAGE_SLOTS)
     cache.reserve(4 * PAGE_SLOTS)
     cache.free()

@@ -14,14 +14,17 @@ from torch import Tensor
 from moot.model.cache.base import depths_of
 from moot.model.cache.contiguous import KvPool, KvShape, SequenceCache
 from moot.model.checks.rowcases import Case, cancelling
+from moot.model.decoder import build
 from moot.model.decoder.by_kernels import StepPlan
 from moot.model.decoder.kernels import library
-from moot.model.decoder.kernels.library import CAttention, CNorm, Kernels, load_kernels
+from moot.model.decoder.kernels.library import VARIANTS, CAttention, CNorm, Kernels, Variant, load_kernels
 from moot.model.decoder.kernels.products import KernelProduct
 from moot.model.decoder.layers import HeadShape
 from moot.model.layout import Segment, Step, plan_segment
-from moot.model.rows import NATURAL_KERNELS, TILE_ROWS, Padding
+from moot.model.loading.load import load_model
+from moot.model.rows import NATURAL_KERNELS, TILE_ROWS, Padding, cpu_flags
 from moot.shipped import cache_dir
+from moot.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -34,12 +37,15 @@ def inference() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    found = load_kernels(cache_dir())
-    if found is None:
-        pytest.skip("no kernels: a CPU with AVX512-BF16, and apt-get install gcc libc6-dev")
-    return found
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    variant: Variant = request.param
+    if not variant.cpu_flags <= cpu_flags():
+        pytest.skip(f"no kernels: a CPU with {variant.name}")
+    built = library.find_or_build(cache_dir(), variant)
+    if built is None:
+        pytest.skip("no kernels: apt-get install gcc libc6-dev")
+    return Kernels(built, variant)
 
 
 def made(*sizes: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -212,14 +218,15 @@ def test_what_lies_behind_a_row_does_not_reach_it(kernels: Kernels) -> None:
     assert results[0].isfinite().all()
 
 
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_without_a_compiler_torch_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, variant: Variant, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No compiler, or one that fails: no kernels, one line in the log that says why, nothing left behind."""
     for compiler in ("no-such-compiler", "false"):
         monkeypatch.setenv("CC", compiler)
         with caplog.at_level(logging.WARNING):
-            assert library.find_or_build(tmp_path / compiler) is None
+            assert library.find_or_build(tmp_path / compiler, variant) is None
         assert "kernels are not compiled" in caplog.text
         assert list((tmp_path / compiler).rglob("*.so")) == []
         caplog.clear()
@@ -227,36 +234,74 @@ def test_without_a_compiler_torch_computes(
 
 def test_kernels_are_compiled_once(tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was built is found again without a compiler; another source has another name."""
-    built = library.find_or_build(tmp_path)
+    variant = kernels.variant
+    built = library.find_or_build(tmp_path, variant)
     assert built is not None
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert library.find_or_build(tmp_path) == built
-    assert Kernels(built).digest == kernels.digest
-    other = tmp_path / "kernels.c"
-    other.write_text(library.SOURCE.read_text() + "\n")
-    monkeypatch.setattr(library, "SOURCE", other)
-    assert library.find_or_build(tmp_path) is None
+    assert library.find_or_build(tmp_path, variant) == built
+    for changed in ("kernels.c", f"{variant.name}.h"):
+        folder = tmp_path / changed
+        folder.mkdir()
+        for name in ("kernels.c", f"{variant.name}.h"):
+            text = (Path(library.__file__).parent / name).read_text()
+            (folder / name).write_text(text + "\n" * (name == changed))
+        monkeypatch.setattr(library, "SOURCE", folder / "kernels.c")
+        assert library.find_or_build(tmp_path, variant) is None
+
+
+def test_a_cpu_gets_the_fastest_kernels_that_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lacks any one instruction of a variant, of those built too, gets the next one, or none; MOOT_KERNELS
+    may ask for less than the CPU can run, and never for more."""
+    monkeypatch.delenv("MOOT_KERNELS", raising=False)
+    fast, slow = VARIANTS
+    whole = fast.cpu_flags | slow.cpu_flags
+    assert library.allowed_variant(whole) is fast
+    for missing in fast.cpu_flags - slow.cpu_flags:
+        assert library.allowed_variant(whole - {missing}) is slow
+    for missing in slow.cpu_flags:
+        assert library.allowed_variant(slow.cpu_flags - {missing}) is None
+    monkeypatch.setenv("MOOT_KERNELS", "avx2")
+    assert library.allowed_variant(whole) is slow
+    monkeypatch.setenv("MOOT_KERNELS", "avx512")
+    assert library.allowed_variant(slow.cpu_flags) is None
 
 
 def test_another_cpu_never_loads_them(tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that lie ready, as in an image, are left alone by a CPU that lacks any one of their instructions."""
-    assert library.find_or_build(tmp_path) is not None
-    assert load_kernels(tmp_path) is not None
-    for missing in library.CPU_FLAGS:
-        monkeypatch.setattr(
-            "moot.model.decoder.kernels.library.cpu_flags", lambda one=missing: library.CPU_FLAGS - {one}
-        )
-        assert load_kernels.__wrapped__(tmp_path) is None
+    """Kernels that lie ready, as in an image, are left alone by a CPU that has none of their instructions."""
+    assert library.find_or_build(tmp_path, kernels.variant) is not None
+    monkeypatch.setattr(library, "cpu_flags", lambda: kernels.variant.cpu_flags)
+    found = load_kernels(tmp_path)
+    assert found is not None
+    assert found.variant is kernels.variant
+    monkeypatch.setattr(library, "cpu_flags", lambda: frozenset({"sse2"}))
+    assert load_kernels(tmp_path) is None
 
 
-def test_a_cpu_must_have_what_the_compiler_may_use() -> None:
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_cpu_must_have_what_the_compiler_may_use(variant: Variant) -> None:
     """No instruction set is given to the compiler that is not looked for before loading."""
-    allowed = {flag.removeprefix("-m") for flag in library.FLAGS if flag.startswith("-m")}
-    assert allowed == {name.replace("_", "") for name in library.CPU_FLAGS}
+    allowed = {flag.removeprefix("-m") for flag in variant.flags if flag.startswith("-m")}
+    assert allowed == {name.replace("_", "") for name in variant.cpu_flags}
+
+
+def test_kernels_need_no_packed_products(tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where oneDNN has no bfloat16 the kernels still compute a model that suits them, and modules any other."""
+    monkeypatch.setattr(build, "can_pack", lambda dtype, device: False)
+    monkeypatch.setenv("MOOT_KERNELS", kernels.variant.name)
+    suiting = load_model(make_tiny_model(tmp_path / "suiting", head_dim=32), "cpu", "bfloat16")
+    assert suiting.decoder is not None
+    assert suiting.decoder.way == f"decoder, kernels {kernels.variant}"
+    other = load_model(make_tiny_model(tmp_path / "other", head_dim=24), "cpu", "bfloat16")
+    assert other.decoder is None
+
+
+def test_variants_have_numerics_of_their_own() -> None:
+    """No fingerprint takes one variant's numbers for the other's."""
+    assert len({variant.digest for variant in VARIANTS}) == len(VARIANTS)
 
 
 def test_others_may_read_what_was_compiled(tmp_path: Path, kernels: Kernels) -> None:
     """An image runs as another user than the one who built it."""
-    built = library.find_or_build(tmp_path)
+    built = library.find_or_build(tmp_path, kernels.variant)
     assert built is not None
     assert built.stat().st_mode & 0o777 == 0o755

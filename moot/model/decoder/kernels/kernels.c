@@ -1,8 +1,9 @@
-/* A decoder's layers for x86-64 CPUs with AVX512-BF16: products, norms, rotation, attention, activation.
+/* A decoder's layers for x86-64 CPUs: products, norms, rotation, attention, activation. What a vector is and can do is in
+ * avx512.h and avx2.h, of which the compiler's flags choose one.
  *
  * Products and attention take and give bfloat16; the residual stream, logits and all sums are float32. No number of a row depends on which other rows are computed with it, nor on
  * the number of threads: every sum runs over a row's own elements in an order that follows from their own indices.
- * Addresses and strides are in bytes. The structures are filled in by plan.py.
+ * Addresses and strides are in bytes. The structures are filled in by library.py.
  */
 
 #include <immintrin.h>
@@ -11,14 +12,21 @@
 #include <stdint.h>
 #include <string.h>
 
-#define SLOTS 16 /* slots whose scores are one vector */
 #define MOST_DIM 256
-#define OUTPUTS 32   /* outputs of a product whose weights lie together */
-#define MOST_ROWS 12 /* rows for which a block of weights is read once */
-#define AHEAD 32     /* pairs that are fetched before they are multiplied, so that products wait for memory alone */
+#define AHEAD 4096 /* bytes of weights that are fetched before they are multiplied: products wait for memory alone */
 #define AHEAD_SLOTS 64 /* likewise, slots before they are attended to */
+#define LINE 64 /* bytes that memory gives at once */
 
 typedef uint16_t bf16;
+
+#ifdef __AVX512BF16__
+#include "avx512.h"
+#else
+#include "avx2.h"
+#endif
+
+#define OUTPUTS (2 * LANES) /* outputs of a product whose weights lie together */
+#define SLOTS LANES         /* slots whose scores are one vector */
 
 typedef struct {
     int64_t base, layer, kv, head, slot;                     /* committed tokens */
@@ -49,60 +57,50 @@ typedef struct {
     float *scratch;
 } Plan;
 
-static inline __m512 widen(const bf16 *from) {
-    __m256i half = _mm256_loadu_si256((const __m256i *)from);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
-
-static inline void narrow(bf16 *to, __m512 x) {
-    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x));
-}
-
 /* exp(x) for x <= 88: 2^n times a polynomial of the rest, relative error below 2e-7. */
-static inline __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
-    __m512 sum = _mm512_set1_ps(1.0f / 720);
-    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(1.0f / 120));
-    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(1.0f / 24));
-    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(1.0f / 6));
-    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(0.5f));
-    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(1.0f));
-    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(sum, n);
+static inline vec exponential(vec x) {
+    x = larger(x, all(-104.0f));
+    vec n = nearest(multiply(x, all(1.44269504f)));
+    vec r = subtract_product(n, all(0.693145752f), x);
+    r = subtract_product(n, all(1.42860677e-6f), r);
+    vec sum = all(1.0f / 720);
+    sum = multiply_add(sum, r, all(1.0f / 120));
+    sum = multiply_add(sum, r, all(1.0f / 24));
+    sum = multiply_add(sum, r, all(1.0f / 6));
+    sum = multiply_add(sum, r, all(0.5f));
+    sum = multiply_add(sum, r, all(1.0f));
+    sum = multiply_add(sum, r, all(1.0f));
+    return times_power_of_two(sum, n);
 }
 
 /* ---- Products, norm, activation: called by all threads of a team, which meet at the end ---- */
 
 typedef struct {
     int64_t outputs, inputs;
-    const __m512i *weight; /* [outputs / OUTPUTS, inputs / 2, OUTPUTS] pairs of bfloat16, rows of zeros at the end */
+    const pairs *weight; /* [outputs / OUTPUTS, inputs / 2, OUTPUTS] pairs of bfloat16, rows of zeros at the end */
     const float *bias;     /* [outputs], or NULL */
 } Weight;
 
 /* sum[row] = weights of OUTPUTS outputs times x[row], from the first pair of inputs to the last. Meanwhile as many pairs
  * are fetched from `soon` on. */
-static inline __attribute__((always_inline)) void dot(const __m512i *weight, const bf16 *x, int64_t inputs,
-                                                      const __m512i *soon, __m512 sum[][2], const int rows) {
-    for (int row = 0; row < rows; row++) sum[row][0] = sum[row][1] = _mm512_setzero_ps();
+static inline __attribute__((always_inline)) void dot(const pairs *weight, const bf16 *x, int64_t inputs,
+                                                      const pairs *soon, vec sum[][2], const int rows) {
+    for (int row = 0; row < rows; row++) sum[row][0] = sum[row][1] = zero();
     for (int64_t pair = 0; pair < inputs / 2; pair++) {
-        for (int half = 0; half < 2; half++) _mm_prefetch((const char *)(soon + 2 * pair + half), _MM_HINT_T0);
-        __m512bh low = (__m512bh)_mm512_load_si512(weight + 2 * pair);
-        __m512bh high = (__m512bh)_mm512_load_si512(weight + 2 * pair + 1);
+        for (size_t byte = 0; byte < 2 * sizeof(pairs); byte += LINE)
+            _mm_prefetch((const char *)(soon + 2 * pair) + byte, _MM_HINT_T0);
+        factors low = load_factors(weight + 2 * pair), high = load_factors(weight + 2 * pair + 1);
         for (int row = 0; row < rows; row++) {
-            __m512bh both = (__m512bh)_mm512_set1_epi32(((const int32_t *)(x + row * inputs))[pair]);
-            sum[row][0] = _mm512_dpbf16_ps(sum[row][0], low, both);
-            sum[row][1] = _mm512_dpbf16_ps(sum[row][1], high, both);
+            factors both = same_factors(((const int32_t *)(x + row * inputs))[pair]);
+            sum[row][0] = add_products(sum[row][0], low, both);
+            sum[row][1] = add_products(sum[row][1], high, both);
         }
     }
 }
 
 /* x / (1 + exp(-x)) */
-static inline __m512 silu(__m512 x) {
-    __m512 grown = exponential(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), x), _mm512_set1_ps(88.0f)));
-    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), grown));
+static inline vec silu(vec x) {
+    return divide(x, add(all(1.0f), exponential(smaller(subtract(zero(), x), all(88.0f)))));
 }
 
 /* What a product gives. GATED: the first half of a block's outputs are gates of the second; silu(gate) * other is half
@@ -110,29 +108,27 @@ static inline __m512 silu(__m512 x) {
 enum { HALF, GATED, SINGLE };
 
 static inline __attribute__((always_inline)) void product_tile(const Weight *by, int64_t block, const bf16 *x,
-                                                               const __m512i *soon, void *out, int gives,
+                                                               const pairs *soon, void *out, int gives,
                                                                const int rows) {
-    __m512 sum[MOST_ROWS][2];
+    vec sum[MOST_ROWS][2];
     dot(by->weight + block * by->inputs, x, by->inputs, soon, sum, rows);
     const int64_t first = block * OUTPUTS, left = by->outputs - first;
-    const __mmask16 low = left >= 16 ? 0xFFFF : (__mmask16)((1 << left) - 1);
-    const __mmask16 high = left >= 32 ? 0xFFFF : left > 16 ? (__mmask16)((1 << (left - 16)) - 1) : 0;
     for (int row = 0; row < rows; row++) {
-        __m512 a = sum[row][0], b = sum[row][1];
+        vec a = sum[row][0], b = sum[row][1];
         if (by->bias) {
-            a = _mm512_add_ps(a, _mm512_maskz_loadu_ps(low, by->bias + first));
-            b = _mm512_add_ps(b, _mm512_maskz_loadu_ps(high, by->bias + first + 16));
+            a = add(a, load_lanes(lanes(0, left), by->bias + first));
+            b = add(b, load_lanes(lanes(0, left - LANES), by->bias + first + LANES));
         }
         if (gives == GATED) {
-            narrow((bf16 *)out + row * (by->outputs / 2) + first / 2, _mm512_mul_ps(silu(a), b));
+            narrow((bf16 *)out + row * (by->outputs / 2) + first / 2, multiply(silu(a), b));
         } else if (gives == SINGLE) {
             float *to = (float *)out + row * by->outputs + first;
-            _mm512_mask_storeu_ps(to, low, a);
-            _mm512_mask_storeu_ps(to + 16, high, b);
+            store_first(to, a, left);
+            store_first(to + LANES, b, left - LANES);
         } else {
             bf16 *to = (bf16 *)out + row * by->outputs + first;
-            _mm256_mask_storeu_epi16(to, low, (__m256i)_mm512_cvtneps_pbh(a));
-            _mm256_mask_storeu_epi16(to + 16, high, (__m256i)_mm512_cvtneps_pbh(b));
+            narrow_first(to, a, left);
+            narrow_first(to + LANES, b, left - LANES);
         }
     }
 }
@@ -143,15 +139,18 @@ static void product(const Weight *by, const bf16 *x, void *out, int64_t rows, in
     const int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, per_tile = (rows + tiles - 1) / tiles;
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
-        const __m512i *weight = by->weight + block * by->inputs, *next = weight + by->inputs;
+        const pairs *weight = by->weight + block * by->inputs, *next = weight + by->inputs;
         for (int64_t row = 0; row < rows; row += per_tile) {
             const bf16 *from = x + row * by->inputs;
             char *to = (char *)out + row * row_bytes;
             /* The first tile waits for memory, further ones multiply: the second fetches the next block meanwhile. */
-            const __m512i *soon = row == 0 ? weight + 2 * AHEAD : row == per_tile ? next : weight;
+            const pairs *soon = row == 0 ? weight + AHEAD / sizeof(pairs) : row == per_tile ? next : weight;
             switch (rows - row < per_tile ? rows - row : per_tile) {
 #define TILE(count) case count: product_tile(by, block, from, soon, to, gives, count); break;
-                TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+                TILE(1) TILE(2) TILE(3) TILE(4)
+#if MOST_ROWS > 4
+                TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+#endif
 #undef TILE
             }
         }
@@ -171,17 +170,16 @@ static void norm(const Norm *by, float *all_hidden, const float *all_delta, bf16
         float *hidden = all_hidden + row * width;
         const float *delta = all_delta ? all_delta + row * width : 0;
         bf16 *out = all_out + row * width;
-        __m512 squares = _mm512_setzero_ps();
-        for (int64_t i = 0; i < width; i += 16) {
-            __m512 x = _mm512_loadu_ps(hidden + i);
-            if (delta) _mm512_storeu_ps(hidden + i, x = _mm512_add_ps(x, _mm512_loadu_ps(delta + i)));
-            squares = _mm512_fmadd_ps(x, x, squares);
+        vec squares = zero();
+        for (int64_t i = 0; i < width; i += LANES) {
+            vec x = load(hidden + i);
+            if (delta) store(hidden + i, x = add(x, load(delta + i)));
+            squares = multiply_add(x, x, squares);
         }
-        float mean = _mm512_reduce_add_ps(squares) / (float)width;
-        __m512 factor = _mm512_set1_ps(1.0f / sqrtf(mean + by->epsilon));
-        for (int64_t i = 0; i < width; i += 16)
-            narrow(out + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(hidden + i), factor),
-                                          _mm512_loadu_ps(by->scale + i)));
+        float mean = sum_of(squares) / (float)width;
+        vec factor = all(1.0f / sqrtf(mean + by->epsilon));
+        for (int64_t i = 0; i < width; i += LANES)
+            narrow(out + i, multiply(multiply(load(hidden + i), factor), load(by->scale + i)));
     }
 }
 
@@ -199,139 +197,92 @@ static inline const char *token(const Plan *plan, const Segment *of, const Row *
 /* One head of a row: normalised by `norm` where there is one, scaled, turned to its position. */
 static inline void turn_head(const bf16 *from, const float *turns, const float *norm, float epsilon, float scale,
                              bf16 *to, int64_t dim) {
-    __m512 factor = _mm512_set1_ps(scale);
+    vec factor = all(scale);
     if (norm) {
-        __m512 squares = _mm512_setzero_ps();
-        for (int64_t i = 0; i < dim; i += 16) squares = _mm512_fmadd_ps(widen(from + i), widen(from + i), squares);
-        factor = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)dim + epsilon));
+        vec squares = zero();
+        for (int64_t i = 0; i < dim; i += LANES) squares = multiply_add(widen(from + i), widen(from + i), squares);
+        factor = all(1.0f / sqrtf(sum_of(squares) / (float)dim + epsilon));
     }
-    for (int64_t i = 0; i < dim; i += 16) {
-        __m512 x = _mm512_mul_ps(widen(from + i), factor), turn = _mm512_loadu_ps(turns + i);
-        if (norm) x = _mm512_mul_ps(x, _mm512_loadu_ps(norm + i));
-        __m512 crossed = _mm512_mul_ps(_mm512_permute_ps(x, 0xB1), _mm512_movehdup_ps(turn));
-        narrow(to + i, _mm512_fmaddsub_ps(x, _mm512_moveldup_ps(turn), crossed));
-    }
-}
-
-/* Keys of 16 tokens, pair of elements by pair of elements: `to` [dim / 2, 16] of two bfloat16 each. */
-static inline void pack_keys(const char *const from[SLOTS], __m512i *to, int64_t dim) {
-    for (int64_t part = 0; part < dim / 32; part++) {
-        __m512i a[16], b[16];
-        for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from[i] + 64 * part);
-        for (int i = 0; i < 16; i += 2) {
-            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-        }
-        for (int i = 0; i < 16; i += 4) {
-            a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-            a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-            a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-            a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-        }
-        for (int i = 0; i < 4; i++) {
-            b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
-            b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xDD);
-            b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-            b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xDD);
-        }
-        __m512i *out = to + 16 * part;
-        for (int i = 0; i < 4; i++) {
-            out[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
-            out[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xDD);
-            out[i + 4] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
-            out[i + 12] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xDD);
-        }
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vec x = multiply(widen(from + i), factor);
+        if (norm) x = multiply(x, load(norm + i));
+        narrow(to + i, turned(x, load(turns + i)));
     }
 }
 
-/* Scores of one query with 16 packed keys. */
-static inline __m512 scores(const bf16 *query, const __m512i *keys, int64_t dim) {
-    const int32_t *pairs = (const int32_t *)query;
-    __m512 a = _mm512_setzero_ps(), b = a, c = a, d = a;
+/* Keys of SLOTS tokens, pair of elements by pair of elements: `to` [dim / 2, SLOTS]. */
+static inline void pack_keys(const char *const from[SLOTS], factors *to, int64_t dim) {
+    for (int64_t pair = 0; pair < dim / 2; pair += LANES) transpose(from, 4 * pair, to + pair);
+}
+
+/* Scores of one query with SLOTS packed keys. */
+static inline vec scores(const bf16 *query, const factors *keys, int64_t dim) {
+    const int32_t *pair = (const int32_t *)query;
+    vec a = zero(), b = a, c = a, d = a;
     for (int64_t i = 0; i < dim / 2; i += 4) {
-        a = _mm512_dpbf16_ps(a, (__m512bh)keys[i], (__m512bh)_mm512_set1_epi32(pairs[i]));
-        b = _mm512_dpbf16_ps(b, (__m512bh)keys[i + 1], (__m512bh)_mm512_set1_epi32(pairs[i + 1]));
-        c = _mm512_dpbf16_ps(c, (__m512bh)keys[i + 2], (__m512bh)_mm512_set1_epi32(pairs[i + 2]));
-        d = _mm512_dpbf16_ps(d, (__m512bh)keys[i + 3], (__m512bh)_mm512_set1_epi32(pairs[i + 3]));
+        a = add_products(a, keys[i], same_factors(pair[i]));
+        b = add_products(b, keys[i + 1], same_factors(pair[i + 1]));
+        c = add_products(c, keys[i + 2], same_factors(pair[i + 2]));
+        d = add_products(d, keys[i + 3], same_factors(pair[i + 3]));
     }
-    return _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d));
-}
-
-static inline __mmask16 seen(int64_t block, int64_t first, int64_t end) {
-    __mmask16 mask = 0xFFFF;
-    if (block < first) mask &= (__mmask16)(0xFFFF << (first - block));
-    if (block + SLOTS > end) mask &= (__mmask16)(0xFFFF >> (block + SLOTS - end));
-    return mask;
+    return add(add(a, b), add(c, d));
 }
 
 /* Weights of the slots first..end, not normalised, bfloat16, from scores; both begin at the block of `first`.
  * Returns 1 / their sum. Blocks are whole: what lies outside first..end gets zero. */
 static float weigh(const float *score, bf16 *weight, int64_t first, int64_t end) {
     int64_t start = first / SLOTS * SLOTS;
-    __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+    vec most = all(-INFINITY), sum = zero();
     for (int64_t block = start; block < end; block += SLOTS)
-        most = _mm512_mask_max_ps(most, seen(block, first, end), most, _mm512_loadu_ps(score + block - start));
-    __m512 highest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+        most = larger_in(lanes(first - block, end - block), most, load(score + block - start));
+    vec highest = all(largest_of(most));
     for (int64_t block = start; block < end; block += SLOTS) {
-        __m512 grown = exponential(_mm512_sub_ps(_mm512_loadu_ps(score + block - start), highest));
-        grown = _mm512_maskz_mov_ps(seen(block, first, end), grown);
-        sum = _mm512_add_ps(sum, grown);
+        vec grown = exponential(subtract(load(score + block - start), highest));
+        grown = only(lanes(first - block, end - block), grown);
+        sum = add(sum, grown);
         narrow(weight + block - start, grown);
     }
-    return 1.0f / _mm512_reduce_add_ps(sum);
+    return 1.0f / sum_of(sum);
 }
 
-/* Of two tokens' values 32 * `halves` / 2 elements, pair by pair: what dpbf16 multiplies with their weights. */
-static inline __attribute__((always_inline)) void pair_values(const char *one, const char *other, __m512i *to,
-                                                              const int halves) {
-    for (int i = 0; i < halves; i += 2) {
-        __m512i a = _mm512_loadu_si512(one + 32 * i);
-        __m512i b = other ? _mm512_loadu_si512(other + 32 * i) : _mm512_setzero_si512();
-        to[i] = _mm512_unpacklo_epi16(a, b);
-        to[i + 1] = _mm512_unpackhi_epi16(a, b);
-    }
-}
-
-/* Weighted sums of values for `count` queries of one row over 16 * `halves` elements from `offset` (bytes) on. */
+/* Weighted sums of values for `count` queries of one row over LANES * `halves` elements from `offset` (bytes) on. */
 static inline __attribute__((always_inline)) void mix(const Plan *plan, const Segment *of, const Row *row,
                                                       int64_t layer, int64_t head, int64_t first, int64_t end,
                                                       const bf16 *weight, int64_t stride, const float *inverse,
                                                       int64_t offset, bf16 *out, const int count, const int halves) {
-    __m512 sum[16];
-    for (int i = 0; i < count * halves; i++) sum[i] = _mm512_setzero_ps();
+    vec sum[4 * MOST_HALVES];
+    for (int i = 0; i < count * halves; i++) sum[i] = zero();
     int64_t start = first / SLOTS * SLOTS, whole = of->tree && of->length < end ? of->length / 2 * 2 : end / 2 * 2;
     const char *base = token(plan, of, row, layer, 1, head, 0) + offset;
-    __m512i values[4];
+    factors values[MOST_HALVES];
     for (int64_t slot = start; slot < end; slot += 2) {
+        const char *one, *other;
         if (slot < whole) {
-            const char *soon = base + (slot + AHEAD_SLOTS) * of->slot;
-            for (int i = 0; i < halves; i += 2) {
-                _mm_prefetch(soon + 32 * i, _MM_HINT_T0);
-                _mm_prefetch(soon + of->slot + 32 * i, _MM_HINT_T0);
+            one = base + slot * of->slot, other = one + of->slot;
+            const char *soon = one + AHEAD_SLOTS * of->slot;
+            for (int byte = 0; byte < 2 * LANES * halves; byte += LINE) {
+                _mm_prefetch(soon + byte, _MM_HINT_T0);
+                _mm_prefetch(soon + of->slot + byte, _MM_HINT_T0);
             }
-            pair_values(base + slot * of->slot, base + (slot + 1) * of->slot, values, halves);
         } else {
-            const char *other = slot + 1 < end ? token(plan, of, row, layer, 1, head, slot + 1) + offset : 0;
-            pair_values(token(plan, of, row, layer, 1, head, slot) + offset, other, values, halves);
+            one = token(plan, of, row, layer, 1, head, slot) + offset;
+            other = slot + 1 < end ? token(plan, of, row, layer, 1, head, slot + 1) + offset : 0;
         }
+        for (int i = 0; i < halves; i += 2)
+            pair_values(one + 2 * LANES * i, other ? other + 2 * LANES * i : 0, values + i);
         for (int j = 0; j < count; j++) {
             int32_t pair;
             memcpy(&pair, weight + j * stride + slot - start, sizeof pair);
-            __m512i both = _mm512_set1_epi32(pair);
+            factors both = same_factors(pair);
             for (int i = 0; i < halves; i++)
-                sum[j * halves + i] = _mm512_dpbf16_ps(sum[j * halves + i], (__m512bh)values[i], (__m512bh)both);
+                sum[j * halves + i] = add_products(sum[j * halves + i], values[i], both);
         }
     }
-    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
     for (int j = 0; j < count; j++) {
-        __m512 factor = _mm512_set1_ps(inverse[j]);
-        for (int i = 0; i < halves; i += 2) {
-            __m512 a = _mm512_mul_ps(sum[j * halves + i], factor), b = _mm512_mul_ps(sum[j * halves + i + 1], factor);
-            bf16 *to = out + j * plan->dim + offset / 2 + 16 * i;
-            narrow(to, _mm512_permutex2var_ps(a, low, b));
-            narrow(to + 16, _mm512_permutex2var_ps(a, high, b));
-        }
+        vec factor = all(inverse[j]);
+        for (int i = 0; i < halves; i += 2)
+            narrow_values(out + j * plan->dim + offset / 2 + LANES * i, multiply(sum[j * halves + i], factor),
+                          multiply(sum[j * halves + i + 1], factor));
     }
 }
 
@@ -342,20 +293,20 @@ static void mix_queries(const Plan *plan, const Segment *of, const Row *row, int
     mix(plan, of, row, layer, head, first, end, weight + done * stride, stride, inverse + done, offset,           \
         out + done * plan->dim, queries, halves)
     for (int64_t offset = 0; offset < 2 * plan->dim;) {
-        int wide = 2 * plan->dim - offset >= 128;
+        const int wide = MOST_HALVES == 4 && plan->dim - offset / 2 >= 4 * LANES;
         for (int64_t done = 0; done < count;) {
             int64_t left = count - done, taken = left >= 4 ? 4 : left;
-            if (wide && taken == 4) MIX(4, 4);
-            else if (wide && taken == 3) MIX(3, 4);
-            else if (wide && taken == 2) MIX(2, 4);
-            else if (wide) MIX(1, 4);
+            if (wide && taken == 4) MIX(4, MOST_HALVES);
+            else if (wide && taken == 3) MIX(3, MOST_HALVES);
+            else if (wide && taken == 2) MIX(2, MOST_HALVES);
+            else if (wide) MIX(1, MOST_HALVES);
             else if (taken == 4) MIX(4, 2);
             else if (taken == 3) MIX(3, 2);
             else if (taken == 2) MIX(2, 2);
             else MIX(1, 2);
             done += taken;
         }
-        offset += wide ? 128 : 64;
+        offset += 2 * LANES * (wide ? MOST_HALVES : 2);
     }
 #undef MIX
 }
@@ -375,7 +326,7 @@ static void attend_block(const Plan *plan, const Block *block, int64_t layer, in
     const int64_t start = lowest / SLOTS * SLOTS, stride = (highest - start + SLOTS - 1) / SLOTS * SLOTS;
     float *score = scratch;
     bf16 *weight = (bf16 *)(scratch + plan->most_queries * stride);
-    __m512i packed[MOST_DIM / 2];
+    factors packed[MOST_DIM / 2];
     const char *keys[SLOTS];
     const bf16 *queries = plan->queries + (block->first * plan->query_heads + head * group) * dim;
     const int64_t next = plan->query_heads * dim;
@@ -385,14 +336,14 @@ static void attend_block(const Plan *plan, const Block *block, int64_t layer, in
         const char *base = token(plan, of, rows, layer, 0, head, 0);
         for (int i = 0; i < SLOTS; i++) {
             keys[i] = base + (slot + i) * of->slot;
-            for (int64_t line = 0; line < 2 * dim; line += 64)
+            for (int64_t line = 0; line < 2 * dim; line += LINE)
                 _mm_prefetch(keys[i] + AHEAD_SLOTS * of->slot + line, _MM_HINT_T0);
         }
         pack_keys(keys, packed, dim);
         for (int64_t row = 0; row < count; row++)
             for (int64_t j = 0; j < group; j++)
-                _mm512_storeu_ps(score + (row * group + j) * stride + slot - start,
-                                 scores(queries + row * next + j * dim, packed, dim));
+                store(score + (row * group + j) * stride + slot - start,
+                      scores(queries + row * next + j * dim, packed, dim));
     }
     for (int64_t row = 0; row < count; row++) {
         int64_t slot = first[row] / SLOTS * SLOTS > common ? first[row] / SLOTS * SLOTS : common;
@@ -403,8 +354,8 @@ static void attend_block(const Plan *plan, const Block *block, int64_t layer, in
             }
             pack_keys(keys, packed, dim);
             for (int64_t j = 0; j < group; j++)
-                _mm512_storeu_ps(score + (row * group + j) * stride + slot - start,
-                                 scores(queries + row * next + j * dim, packed, dim));
+                store(score + (row * group + j) * stride + slot - start,
+                      scores(queries + row * next + j * dim, packed, dim));
         }
         float inverse[group];
         int64_t skipped = first[row] / SLOTS * SLOTS - start;
@@ -500,3 +451,6 @@ void moot_attend(const Plan *plan, const Attention *how, int64_t layer, const bf
 #pragma omp parallel num_threads(plan->threads)
     attend(plan, how, layer, projected);
 }
+
+/* Outputs of a product whose weights lie together. */
+int moot_outputs(void) { return OUTPUTS; }

@@ -4,7 +4,7 @@ Compiles the kernels once per source, and finds them again: beside the source, e
 
     python -m moot.model.decoder.kernels.library
 
-builds them beside the source, as an image does that has no compiler where it runs.
+builds all variants beside the source, as an image does that has no compiler where it runs.
 
 The structures of kernels.c.
 """
@@ -18,6 +18,8 @@ import logging
 import os
 import subprocess
 import tempfile
+from collections.abc import Set
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,44 +30,70 @@ from moot.model.rows import cpu_flags
 _log = logging.getLogger("moot.model")
 
 SOURCE = Path(__file__).with_name("kernels.c")
-# No -march=native: one build serves every CPU that has what the kernels use. Without contraction what is written is
-# what is rounded.
-FLAGS = (
-    *("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off"),
-    *("-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16"),
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The kernels for one set of instructions, as the compiler names them and as Linux lists them of a CPU. No
+    -march=native: one build serves every CPU that has what the kernels use."""
+
+    name: str
+    instructions: tuple[str, ...]
+    cpu_flags: frozenset[str]
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """For the compiler. Without contraction what is written is what is rounded."""
+        common = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off")
+        return (*common, *(f"-m{name}" for name in self.instructions))
+
+    @property
+    def digest(self) -> str:
+        """Of sources and flags: which numbers the kernels give."""
+        sources = SOURCE.read_bytes() + SOURCE.with_name(f"{self.name}.h").read_bytes()
+        return hashlib.sha256(sources + " ".join(self.flags).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.digest}"
+
+    @property
+    def file_name(self) -> str:
+        return f"kernels-{self.digest}.so"
+
+
+VARIANTS = (
+    Variant(
+        "avx512",
+        ("fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16"),
+        frozenset({"fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}),
+    ),
+    Variant("avx2", ("fma", "avx2"), frozenset({"fma", "avx2"})),
 )
-CPU_FLAGS = frozenset({"fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
-"""What a CPU must have, as Linux lists it."""
+"""The fastest first."""
 
 _TIMEOUT_S = 120.0
 
 
-def source_digest() -> str:
-    """Of source and flags: which numbers the kernels give."""
-    return hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
-
-
-def find_or_build(cache: Path) -> Path | None:
+def find_or_build(cache: Path, variant: Variant) -> Path | None:
     """The compiled kernels, or None where they can neither be found nor built; the log then says why."""
-    name = f"kernels-{source_digest()}.so"
     for folder in (SOURCE.parent, cache / "native"):
-        if (folder / name).is_file():
-            return folder / name
+        if (folder / variant.file_name).is_file():
+            return folder / variant.file_name
     try:
-        return build(cache / "native" / name)
+        return build(cache / "native" / variant.file_name, variant)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         _log.warning("kernels are not compiled, passes take longer: %s", str(reason).strip().splitlines()[-1:])
         return None
 
 
-def build(target: Path) -> Path:
+def build(target: Path, variant: Variant) -> Path:
     """Compile with gcc, or what CC names. Raises OSError or subprocess.SubprocessError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
-        command = [os.environ.get("CC") or "gcc", *FLAGS, "-o", unfinished, str(SOURCE), "-lm"]
+        command = [os.environ.get("CC") or "gcc", *variant.flags, "-o", unfinished, str(SOURCE), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         # A temporary file is its owner's alone, and an image runs as another user than built it.
         os.chmod(unfinished, 0o755)
@@ -77,7 +105,8 @@ def build(target: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(build(SOURCE.with_name(f"kernels-{source_digest()}.so")))
+    for each in VARIANTS:
+        print(build(SOURCE.with_name(each.file_name), each))
 
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -128,7 +157,7 @@ HALF, GATED, SINGLE = range(3)
 class Kernels:
     """Called by one thread at a time. All tensors are contiguous; widths are multiples of 16, head sizes of 32."""
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, variant: Variant) -> None:
         loaded = ctypes.CDLL(str(library))
         self._norm, self._product = loaded.moot_norm, loaded.moot_product
         self._attend, self._layer = loaded.moot_attend, loaded.moot_layer
@@ -139,7 +168,9 @@ class Kernels:
         self._layer.argtypes = (reference(CPlan), reference(CLayer), number, reference(CNorm), reference(CRows))
         for function in (self._norm, self._product, self._attend, self._layer):
             function.restype = None
-        self.digest = source_digest()
+        self.variant = variant
+        self.outputs = int(loaded.moot_outputs())
+        """Outputs of a product whose weights lie together."""
 
     def norm(self, by: CNorm, hidden: Tensor, delta: Tensor | None, out: Tensor) -> None:
         """hidden += delta; out = hidden / sqrt(mean(hidden^2) + epsilon) * scale.
@@ -167,16 +198,25 @@ class Kernels:
         self._layer(plan, layer, index, following, rows)
 
 
-@functools.cache
+def allowed_variant(flags: Set[str]) -> Variant | None:
+    """The fastest kernels for a CPU with these flags, or those that MOOT_KERNELS names, where it allows them."""
+    name = os.environ.get("MOOT_KERNELS")
+    return next((each for each in VARIANTS if each.cpu_flags <= flags and name in (None, each.name)), None)
+
+
 def load_kernels(cache: Path) -> Kernels | None:
     """The kernels, compiled first where need be; None where this CPU or a missing compiler does not allow them."""
-    if not cpu_flags() >= CPU_FLAGS:
-        return None
-    library = find_or_build(cache)
+    variant = allowed_variant(cpu_flags())
+    return None if variant is None else _loaded(cache, variant)
+
+
+@functools.cache
+def _loaded(cache: Path, variant: Variant) -> Kernels | None:
+    library = find_or_build(cache, variant)
     if library is None:
         return None
     try:
-        return Kernels(library)
+        return Kernels(library, variant)
     except (OSError, AttributeError) as error:
         _log.warning("kernels cannot be loaded, passes take longer: %s", error)
         return None

@@ -9,9 +9,6 @@ from torch.nn import functional
 from moot.model.decoder.kernels.library import CWeight, Kernels
 from moot.model.decoder.products import Product
 
-OUTPUTS = 32
-"""Outputs whose weights lie together."""
-
 
 class KernelProduct(Product):
     """As `Product`. `single`: it gives float32, its sums as they are. `gated`: the first half of the weight's outputs
@@ -29,11 +26,11 @@ class KernelProduct(Product):
         self.has_bias, self.gated, self._kernels = bias is not None, gated, kernels
         self._gives = torch.float32 if single else torch.bfloat16
         if gated:
-            half = OUTPUTS // 2
+            half = kernels.outputs // 2
             order = torch.arange(self.outputs).view(2, -1, half).transpose(0, 1).flatten()
             weight, bias = weight[order], None if bias is None else bias[order]
-        padded = functional.pad(weight.detach(), (0, 0, 0, -self.outputs % OUTPUTS))
-        self._weight = padded.view(-1, OUTPUTS, self.inputs // 2, 2).transpose(1, 2).contiguous()
+        padded = functional.pad(weight.detach(), (0, 0, 0, -self.outputs % kernels.outputs))
+        self._weight = padded.view(-1, kernels.outputs, self.inputs // 2, 2).transpose(1, 2).contiguous()
         self._scaled = None if bias is None else bias.detach().float().contiguous()
         addend = None if self._scaled is None else self._scaled.data_ptr()
         self.c_weight = CWeight(self.outputs, self.inputs, self._weight.data_ptr(), addend)
