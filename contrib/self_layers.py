@@ -16,9 +16,10 @@ import torch
 
 from moot.config import option
 from moot.core.errors import ConfigError
+from moot.core.types import Proposal
 from moot.drafters.attached.base import InsideAsk, InsideDrafter
 from moot.drafters.attached.kinds import InsideKind
-from moot.drafters.base import Chain, ProposerOptions, require
+from moot.drafters.base import ProposerOptions, require
 from moot.model.cache.base import KvCache
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
@@ -73,7 +74,7 @@ class SelfDrafter(InsideDrafter):
         self._sampler = Sampler(runner.info.vocab_size, runner.info.end_token_ids)
 
     @torch.inference_mode()
-    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Proposal]]:
         rows = [self._row(ask) for ask in asks]
         is_finite = True
         try:
@@ -87,7 +88,7 @@ class SelfDrafter(InsideDrafter):
                     if not is_finite:
                         # Their numbers would reach the next step through its mask.
                         row.cache.wipe()
-        return [[Chain(tuple(row.path), tuple(row.confidences))] if row.path else [] for row in rows]
+        return [[Proposal(tuple(row.path), tuple(row.confidences))] if row.path else [] for row in rows]
 
     def _row(self, ask: InsideAsk) -> _Row:
         if ask.cache is None:

@@ -76,15 +76,18 @@ def sampling_from_pb(message: token_pb2.SamplingParams) -> SamplingParams:
     )
 
 
-def proposal_to_pb(proposal: Proposal) -> token_pb2.Proposal:
+def proposal_to_pb(proposal: Proposal, drafter_id: str = "") -> token_pb2.Proposal:
+    """`drafter_id`: of the process that sends it, where the proposal names none."""
     return token_pb2.Proposal(
-        drafter_id=proposal.drafter_id, token_ids=proposal.token_ids, confidences=bytes(proposal.confidences)
+        drafter_id=proposal.drafter_id or drafter_id,
+        token_ids=proposal.token_ids,
+        confidences=bytes(proposal.confidences),
     )
 
 
 def proposal_from_pb(message: token_pb2.Proposal, drafter_id: str = "") -> Proposal:
     """`drafter_id`: the router's own name for the sender, which goes before what the sender says."""
-    return Proposal(drafter_id or message.drafter_id, tuple(message.token_ids), tuple(message.confidences))
+    return Proposal(tuple(message.token_ids), tuple(message.confidences), drafter_id or message.drafter_id)
 
 
 def draft_to_pb(

@@ -252,7 +252,7 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         for name in session.inside_drafter_ids:
             if name in self.inside:
                 for ids in self.inside[name](session, num_tokens, session.inside_width):
-                    yield Proposal(name, tuple(ids), (200,) * len(ids))
+                    yield Proposal(tuple(ids), (200,) * len(ids), name)
 
     def _fail_on_purpose(self, request_id: str) -> None:
         if request_id in self.poison:

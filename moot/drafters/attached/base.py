@@ -15,8 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from moot.core.history import History
-from moot.core.types import SamplingParams
-from moot.drafters.base import Chain
+from moot.core.types import Proposal, SamplingParams
 from moot.model.cache.base import KvCache
 
 
@@ -65,7 +64,7 @@ class InsideDrafter(ABC):
     """Drafters of one family are alike; the vote counts the strongest of them."""
 
     @abstractmethod
-    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Proposal]]:
         """Chains per ask, best first; none: it abstains. One pass for all asks. Whatever it raises ends the drafter."""
 
     def guess(self, session: int, token_ids: Sequence[int], num_rows: int, depth: int) -> Guesses:

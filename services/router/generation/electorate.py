@@ -47,7 +47,13 @@ class InsideDrafter:
         # After a move, or from a verifier without it, there is nothing for this place.
         if inside is None or inside.base_length != len(self._prefix):
             return False
-        own = tuple(_cut(one, num_speculative_tokens) for one in inside.proposals if one.drafter_id == self.drafter_id)
+        length = num_speculative_tokens
+        # They were made before K was known.
+        own = tuple(
+            one if len(one.token_ids) <= length else one.part(0, length)
+            for one in inside.proposals
+            if one.drafter_id == self.drafter_id
+        )
         if not own:
             return False
         box.expect(self)
@@ -84,13 +90,6 @@ class InsideSource:
 
     def drafter(self, prefix: Prefix) -> InsideDrafter:
         return InsideDrafter(self.drafter_id, prefix, self.metrics)
-
-
-def _cut(proposal: Proposal, length: int) -> Proposal:
-    """It was made before K was known."""
-    if len(proposal.token_ids) <= length:
-        return proposal
-    return Proposal(proposal.drafter_id, proposal.token_ids[:length], proposal.confidences[:length])
 
 
 def parse_priors(entries: Iterable[str]) -> dict[str, float]:

@@ -33,7 +33,7 @@ class Script:
 
     def propose(self, position: int, k: int) -> Proposal:
         ids = tuple(target(position + i) if i < self.right else (target(position + i) + 1) % VOCAB for i in range(k))
-        return Proposal(self.drafter_id, ids, (self.confidence,) * k)
+        return Proposal(ids, (self.confidence,) * k, self.drafter_id)
 
 
 def one_round(
@@ -182,7 +182,7 @@ def learned(token_ids: tuple[int, ...], *proposals: Proposal) -> tuple[Calibrati
 
 def test_a_token_counts_only_where_the_proposal_was_right_up_to_it() -> None:
     """(1, 9, 3) against the text 1 2 3: a hit, a miss, and nothing about the third although it is equal."""
-    calibration, _ = learned((1, 2, 3), Proposal("a", (1, 9, 3), (255, 128, 0)))
+    calibration, _ = learned((1, 2, 3), Proposal((1, 9, 3), (255, 128, 0), "a"))
     prior = Calibration().of("a").rate(0, 0)
     table = calibration.of("a")
     assert table.rate(255, 0) > prior > table.rate(128, 1)
@@ -191,7 +191,7 @@ def test_a_token_counts_only_where_the_proposal_was_right_up_to_it() -> None:
 
 def test_the_end_of_the_committed_text_is_not_a_miss() -> None:
     """(1, 2, 3) against the text 1 2: two hits, and the third is not known yet."""
-    calibration, _ = learned((1, 2), Proposal("a", (1, 2, 3), (255, 128, 0)))
+    calibration, _ = learned((1, 2), Proposal((1, 2, 3), (255, 128, 0), "a"))
     prior = Calibration().of("a").rate(0, 0)
     assert calibration.of("a").rate(128, 1) > prior
     assert calibration.of("a").rate(0, 2) == pytest.approx(prior)
@@ -200,7 +200,7 @@ def test_the_end_of_the_committed_text_is_not_a_miss() -> None:
 def test_losers_that_were_not_verified_teach_as_well() -> None:
     """The target's next token is known whether or not it was in the draft: the loser's hit counts."""
     calibration = Calibration()
-    proposals = [Proposal("a", (7,), (10,)), Proposal("b", (5,), (10,))]
+    proposals = [Proposal((7,), (10,), "a"), Proposal((5,), (10,), "b")]
     result = vote(proposals, {}, policy="calibrated", shape="chain", calibration=calibration)
     assert result.draft == Draft.chain((5,))
     learn_ballot(result, (7,), calibration, ShareAcceptance())
@@ -214,7 +214,7 @@ def test_a_gap_in_the_text_settles_open_gains() -> None:
     def weights_after(gap: int) -> float:
         policy = make_policy(length="fixed", num_speculative_tokens=4, shape="chain").open(["a", "b"])
         plan = policy.plan(start(), CONTEXT)
-        result = policy.vote(plan, [Proposal("a", (1, 2, 3, 3)), Proposal("b", (1, 9))])
+        result = policy.vote(plan, [Proposal((1, 2, 3, 3), drafter_id="a"), Proposal((1, 9), drafter_id="b")])
         policy.learn(plan, result, Advance(4, (1, 2), 1, None), Verification(4, 1, (1, 2)), 0.0)
         nothing = policy.vote(plan, [])
         policy.learn(plan, nothing, Advance(6 + gap, (3, 3), 0, None), Verification(6 + gap, 0, (3, 3)), 0.0)
@@ -286,7 +286,7 @@ def test_one_family_votes_as_one() -> None:
         pool.calibration.of("b").record(128, 0, _ % 10 < 6)
         pool.calibration.of("c").record(128, 0, _ % 10 < 6)
     policy = pool.open(["a", "b", "c"])
-    proposals = [Proposal("a", (9,), (128,)), Proposal("b", (5,), (128,)), Proposal("c", (5,), (128,))]
+    proposals = [Proposal((9,), (128,), "a"), Proposal((5,), (128,), "b"), Proposal((5,), (128,), "c")]
     plan = policy.plan(start(), CONTEXT)
     assert policy.vote(plan, proposals).draft.token_ids == (5,)
     pool.admit("b", "twins")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Chain, Proposer
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Ask, Proposer
 from moot.testing.proposer import ScriptedProposer
 from services.drafter.config import DrafterConfig
 from services.drafter.drafting import is_ahead_on
@@ -22,8 +22,8 @@ from tests.services.drafter.drafter_driver import TIMEOUT_S, RunningDrafter, ope
 VOCAB = ("vocab_size=257",)
 
 
-def chain(ids: Sequence[int]) -> Chain:
-    return Chain(tuple(ids), tuple(range(len(ids))))
+def chain(ids: Sequence[int]) -> Proposal:
+    return Proposal(tuple(ids), tuple(range(len(ids))))
 
 
 def ready(asked: Sequence[int], ahead: Sequence[int]) -> Path:
@@ -99,7 +99,7 @@ class Stepping(Proposer[Any]):
     ) -> None:
         session += token_ids
 
-    def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Proposal]]:
         self.steps.append([(ask.session[0], ask.is_ahead) for ask in asks])
         assert self.go.acquire(timeout=TIMEOUT_S)
         return [[chain([ask.session[0]] * ask.num_speculative_tokens)] for ask in asks]
