@@ -99,7 +99,7 @@ def test_a_round_counts_the_next_token_in_neither() -> None:
     state = opened(generation())
     draft = Draft.chain((6, 7, 8, 9))
     done = state.advance(Verification(4, 2, (6, 7, 5)), draft)
-    assert (done.token_ids, done.num_accepted, done.finish_reason) == ((6, 7, 5), 2, None)
+    assert (done.output_token_ids, done.num_accepted, done.finish_reason) == ((6, 7, 5), 2, None)
     assert (state.num_draft_tokens, state.num_accepted_tokens) == (4, 2)
     assert state.num_accepted_tokens_per_position == [1, 1]
     assert state.acceptance_rate == 0.5

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moot.core.errors import ConfigError, InvalidRequest
-from moot.core.generation import Advance, Generation
+from moot.core.generation import Generation
 from moot.core.speculation.policy import Plan, PoolPolicy, RequestPolicy
 from moot.core.types import Proposal, Verification
 from moot.core.voting.voting import VoteResult, validate_proposal
@@ -269,7 +269,6 @@ class Voters:
         self,
         plan: Plan,
         result: VoteResult,
-        advance: Advance,
         verification: Verification,
         draft_seconds: float,
         round_seconds: float,
@@ -280,7 +279,7 @@ class Voters:
         # Drafting inside the verifier was asked for by this plan, too, and is paid by this round.
         draft_seconds += verification.inside_us * 1e-6
         times = (draft_seconds, round_seconds, self._answers, own_seconds)
-        self._policy.learn(plan, result, advance, verification, *times)
+        self._policy.learn(plan, result, verification, *times)
         if not self._electorate.gone.isdisjoint(self._waited_for):
             # It went while this round waited for it, which no other will.
             self._electorate.policy.draft_cost.forget()

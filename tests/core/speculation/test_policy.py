@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moot.core.acceptance import walk
 from moot.core.errors import ConfigError
-from moot.core.generation import Advance, Generation
+from moot.core.generation import Generation
 from moot.core.speculation.length import LENGTHS, Load
 from moot.core.speculation.policy import Plan, PoolPolicy, RequestPolicy, learn_ballot, make_policy
 from moot.core.types import Draft, FinishReason, Proposal, SamplingParams, Verification
@@ -55,8 +57,8 @@ def one_round(
         batch_requests=requests,
         batch_tokens=requests * (1 + len(result.draft)),
     )
-    advance = state.advance(verification, result.draft, proposals, result.winner_ids)
-    policy.learn(plan, result, advance, verification, draft_seconds=0.0005)
+    verification = state.advance(verification, result.draft, proposals, result.winner_ids)
+    policy.learn(plan, result, verification, draft_seconds=0.0005)
     return k
 
 
@@ -215,9 +217,9 @@ def test_a_gap_in_the_text_settles_open_gains() -> None:
         policy = make_policy(length="fixed", num_speculative_tokens=4, shape="chain").open(["a", "b"])
         plan = policy.plan(start(), CONTEXT)
         result = policy.vote(plan, [Proposal((1, 2, 3, 3), drafter_id="a"), Proposal((1, 9), drafter_id="b")])
-        policy.learn(plan, result, Advance(4, (1, 2), 1, None), Verification(4, 1, (1, 2)), 0.0)
+        policy.learn(plan, result, Verification(4, 1, (1, 2)), 0.0)
         nothing = policy.vote(plan, [])
-        policy.learn(plan, nothing, Advance(6 + gap, (3, 3), 0, None), Verification(6 + gap, 0, (3, 3)), 0.0)
+        policy.learn(plan, nothing, Verification(6 + gap, 0, (3, 3)), 0.0)
         return policy.weights["a"]
 
     assert weights_after(gap=0) > weights_after(gap=1) > 0.5
@@ -303,8 +305,8 @@ def test_the_request_ends_inside_a_draft_by_a_stop_string() -> None:
     result = policy.vote(plan, [proposal])
     ids = tuple(target(state.base_length + i) for i in range(5))
     verification = Verification(state.base_length, 4, ids, forward_us=1000, batch_requests=1, batch_tokens=5)
-    advance = state.advance(verification, result.draft, [proposal], result.winner_ids, 2, stopped=True)
-    policy.learn(plan, result, advance, verification, 0.0)
+    verification = state.advance(verification, result.draft, [proposal], result.winner_ids, 2, stopped=True)
+    policy.learn(plan, result, verification, 0.0)
     policy.close()
     assert (state.num_accepted_tokens, state.finish_reason) == (2, FinishReason.STOP)
     table = pool.calibration.of("a")
@@ -319,8 +321,8 @@ def test_only_what_a_draft_adds_to_the_routers_work_counts() -> None:
     policy = pool.open(["a"])
     verification = Verification(4, 0, (1,), forward_us=10_000, batch_requests=1, batch_tokens=1)
     nothing = policy.vote(Plan(0, 0), [])
-    policy.learn(Plan(0, 0), nothing, Advance(4, (1,), 0, None), verification, 0.0, own_seconds=0.0003)
-    policy.learn(Plan(4, 8), nothing, Advance(5, (1,), 0, None), verification, 0.0, own_seconds=0.0007)
+    policy.learn(Plan(0, 0), nothing, verification, 0.0, own_seconds=0.0003)
+    policy.learn(Plan(4, 8), nothing, replace(verification, base_length=5), 0.0, own_seconds=0.0007)
     assert 0.0001 < pool.router_cost.seconds(4) < 0.0005
     assert pool.num_open == 1
     policy.close()
