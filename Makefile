@@ -49,6 +49,7 @@ serve: install  ## the same system, left running on port 8000
 	@$(BIN)/python -m moot serve --demo $(FLAGS)
 
 test: install-dev  ## all tests
+	@$(BIN)/python tests/deploy/setup_tools.py || true  # said by itself, and by the last line of the tests
 	$(BIN)/python -m pytest -m "not long" $(FLAGS)
 
 test-long: install-dev  ## many more cases of the same properties
@@ -63,6 +64,7 @@ check: install-dev check-proto  ## style, types, layers, stubs up to date
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py --check
+	$(BIN)/python tools/results_age.py --check
 	$(BIN)/python tools/metrics_reference.py --check
 	$(BIN)/python tools/dashboards --check
 	$(BIN)/python tools/chart_values.py --check
@@ -79,6 +81,7 @@ drafters: install  ## rebuild the drafters that come with the package; PROMPTS=S
 
 docs: install-dev  ## regenerate what the documents take from the code
 	$(BIN)/python tools/house.py --write
+	$(BIN)/python tools/results_age.py
 	$(BIN)/python tools/metrics_reference.py
 	$(BIN)/python tools/dashboards
 	$(BIN)/python tools/chart_values.py

@@ -15,11 +15,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moot.config import option
+from moot.core.options import option
 from moot.core.types import ROOT, Proposal
 from moot.drafters.attached.base import NO_GUESSES, Guesses, InsideAsk, InsideDrafter
 from moot.drafters.attached.kinds import InsideKind
-from moot.drafters.base import ProposerOptions, require
+from moot.drafters.base import ProposerOptions
 from moot.model.runner import ModelRunner
 
 _MOST_KEYS = 4096
@@ -28,14 +28,11 @@ _MOST_KEYS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class LookaheadOptions(ProposerOptions):
-    window: int = option(4, help="places ahead that are guessed; each costs ngram - 1 rows of every step")
-    ngram: int = option(3, help="length of the n-grams that are collected")
-    pool: int = option(5, help="n-grams kept for one first token")
-
-    def __post_init__(self) -> None:
-        require(0 < self.window <= 32, "window", "must be in 1..32")
-        require(2 <= self.ngram <= 8, "ngram", "must be in 2..8")
-        require(0 < self.pool <= 64, "pool", "must be in 1..64")
+    window: int = option(
+        4, help="places ahead that are guessed; each costs ngram - 1 rows of every step", minimum=1, maximum=32
+    )
+    ngram: int = option(3, help="length of the n-grams that are collected", minimum=2, maximum=8)
+    pool: int = option(5, help="n-grams kept for one first token", minimum=1, maximum=64)
 
 
 Pool = OrderedDict[int, OrderedDict[tuple[int, ...], int]]

@@ -2,7 +2,8 @@
 
 A draft token goes through the kept layers alone. They read the session's own keys and values of committed tokens, which
 the whole target has left there, so that nothing is kept and nothing is prefilled. What drafting leaves in the slots
-after them is overwritten by the next step. Which layers can be left out is measured: lab/bench/self_layers.py.
+after them is overwritten by the next step. Which layers to leave out was measured by
+bench/self_layers.py, until 189fbca.
 
 Confidence byte: round(255 * p), p the probability of the token in the draft's own softmax.
 """
@@ -14,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-from moot.config import option
 from moot.core.errors import ConfigError
+from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.attached.base import InsideAsk, InsideDrafter
+from moot.drafters.attached.base import ChainOptions, InsideAsk, InsideDrafter
 from moot.drafters.attached.kinds import InsideKind
-from moot.drafters.base import ProposerOptions, require
+from moot.drafters.base import require
 from moot.model.cache.base import KvCache
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
@@ -27,17 +28,11 @@ from moot.model.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelfOptions(ProposerOptions):
+class SelfOptions(ChainOptions):
     skip: str = option(help="layers to leave out, counted from 0: 5+17+4")
-    max_tokens: int = option(4, help="tokens of a chain at most")
-    min_confidence: float = option(0.0, help="a chain ends before a token less probable than this")
-    sharpen: float = option(1.0, help="multiplies the logits at temperature > 0")
 
-    def __post_init__(self) -> None:
+    def check_together(self) -> None:
         require(all(part.isdigit() for part in self.skip.split("+")), "skip", "must be layers joined by +")
-        require(self.max_tokens > 0, "max_tokens", "must be positive")
-        require(0.0 <= self.min_confidence <= 1.0, "min_confidence", "must be in 0..1")
-        require(self.sharpen > 0.0, "sharpen", "must be positive")
 
     @property
     def skipped(self) -> frozenset[int]:

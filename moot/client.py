@@ -1,20 +1,41 @@
-"""A small HTTP client of Moot's own API, on the standard library: what the commands speak to a router with."""
+"""A client of Moot's own API: what the commands speak to a router with."""
 
 from __future__ import annotations
 
-import http.client
 import json
+import ssl
 import time
-import urllib.parse
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from moot.core.errors import MootError
+import httpx
 
+from moot.core.errors import MootError
+from moot.core.options import Options, option
+
+ROUTER_PORT = 8000
+"""Of a router's HTTP API, where none is given."""
+DEFAULT_URL = f"http://127.0.0.1:{ROUTER_PORT}"
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 300.0
 """Longest silence of a stream: prefill of a long prompt on a slow machine included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions(Options):
+    """The server that a client talks to."""
+
+    url: str = option(DEFAULT_URL, help="address of a router")
+    api_key: str | None = option(None, help="sent as a bearer token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(Options):
+    """The texts that a client asks for."""
+
+    max_tokens: int = option(128, help="longest answer, in tokens", minimum=1)
 
 
 class RequestFailed(MootError):
@@ -48,41 +69,50 @@ class Answer:
 
 
 class Client:
-    """`base_url`: http://host:port, optionally with a path prefix. `api_key` is sent as a bearer token."""
+    """`base_url`: http://host:port, optionally with a path prefix. `api_key` is sent as a bearer token. `timeout_s`:
+    longest silence of an answer.
 
-    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+    A connection for each request, to the address itself: proxies that the environment names are not asked. Whom to
+    trust under https:// is what the system says, and SSL_CERT_FILE. May be used from any thread.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None = None, *, timeout_s: float = READ_TIMEOUT_S) -> None:
+        self.url = base_url
         try:
-            parts = urllib.parse.urlsplit(base_url)
-            good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-        except ValueError:  # brackets that are no IPv6 address, a port that is none
-            good = None
+            url = httpx.URL(base_url)
+            good = url.scheme in ("http", "https") and url.host and url.port != 0
+        except httpx.InvalidURL:  # brackets that are no IPv6 address, a port that is none
+            good = False
         if not good:
             raise RequestFailed(f"{base_url} is not an http:// or https:// address")
-        self._parts = parts
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-
-    @property
-    def has_key(self) -> bool:
-        return "Authorization" in self._headers
+        self.has_key = bool(api_key)
+        # As it is: lines of a stream are cut from its bytes.
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._http = httpx.Client(
+            base_url=url,
+            headers=httpx.Headers(headers, encoding="latin-1"),
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            verify=ssl.create_default_context() if url.scheme == "https" else False,
+            trust_env=False,
+        )
 
     def get(self, path: str) -> bytes:
         """Body of a 200 answer; raises RequestFailed."""
-        connection, response = self._open("GET", path, None)
         try:
-            return response.read()
-        finally:
-            connection.close()
+            with closing(self._open("GET", path)) as response:
+                return response.read()
+        except httpx.HTTPError as error:
+            raise RequestFailed(f"the answer broke off: {error or type(error).__name__}") from error
 
     def models(self) -> list[str]:
         """The served names, at least one. Raises RequestFailed, also when what answers is no such server."""
         try:
             names = [str(model["id"]) for model in json.loads(self.get("/v1/models"))["data"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise RequestFailed(f"what answers at {self._parts.geturl()} is not an OpenAI-compatible server") from error
+            raise RequestFailed(f"what answers at {self.url} is not an OpenAI-compatible server") from error
         if not names:
-            raise RequestFailed(f"the server at {self._parts.geturl()} serves no model")
+            raise RequestFailed(f"the server at {self.url} serves no model")
         return names
 
     def stream_chat(self, body: dict[str, Any], answer: Answer) -> Iterator[Piece]:
@@ -90,7 +120,7 @@ class Client:
 
         Raises RequestFailed with the server's own sentence, also for a stream that breaks off.
         """
-        connection, response = self._open("POST", "/v1/chat/completions", body | {"stream": True})
+        response = self._open("POST", "/v1/chat/completions", body | {"stream": True})
         try:
             for event in _events(response):
                 if "error" in event:
@@ -104,46 +134,34 @@ class Client:
                         piece = Piece(time.monotonic(), text, token_ids)
                         answer.pieces.append(piece)
                         yield piece
-        except (OSError, http.client.HTTPException) as error:
+        except httpx.HTTPError as error:
             raise RequestFailed(f"the stream broke off: {error or type(error).__name__}") from error
         finally:
-            connection.close()
+            response.close()
 
-    def _open(
-        self, method: str, path: str, body: dict[str, Any] | None
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(str(self._parts.hostname), self._parts.port, timeout=CONNECT_TIMEOUT_S)
+    def _open(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """A 200 answer whose body is still to be read, and which has to be closed."""
         try:
-            connection.connect()
-            connection.sock.settimeout(READ_TIMEOUT_S)
-            payload = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._parts.path.rstrip("/") + path, payload, self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise RequestFailed(_refusal(response))
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise RequestFailed(f"no answer from {self._parts.geturl()}: {error or type(error).__name__}") from error
-        except RequestFailed:
-            connection.close()
-            raise
-        return connection, response
+            response = self._http.send(self._http.build_request(method, path, json=body), stream=True)
+            if response.status_code != 200:
+                with closing(response):
+                    raise RequestFailed(_refusal(response.status_code, response.read()))
+        except httpx.HTTPError as error:
+            raise RequestFailed(f"no answer from {self.url}: {error or type(error).__name__}") from error
+        return response
 
 
-def _refusal(response: http.client.HTTPResponse) -> str:
-    raw = response.read()
+def _refusal(status: int, raw: bytes) -> str:
     try:
-        return f"{json.loads(raw)['error']['message']} (HTTP {response.status})"
+        return f"{json.loads(raw)['error']['message']} (HTTP {status})"
     except (ValueError, KeyError, TypeError):
-        return f"the server answered with HTTP {response.status}"
+        return f"the server answered with HTTP {status}"
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """The JSON bodies of server-sent events, until `[DONE]`. Raises RequestFailed when the stream ends without it."""
     data: list[bytes] = []
-    for raw in response:
-        line = raw.rstrip(b"\r\n")
+    for line in _lines(response):
         if line.startswith(b"data:"):
             data.append(line[5:].removeprefix(b" "))
         elif not line and data:
@@ -156,3 +174,11 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             except ValueError as error:
                 raise RequestFailed("the stream holds something that is not JSON") from error
     raise RequestFailed("the stream ended before the answer did")
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """httpx's own lines end also where text has a U+2028 or U+0085, which JSON leaves as it is."""
+    rest = b""
+    for part in response.iter_raw():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from (line.removesuffix(b"\r") for line in lines)

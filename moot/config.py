@@ -1,8 +1,9 @@
 """One frozen config per program, from flags, environment and YAML, in that order of precedence.
 
-A config is a frozen, keyword-only dataclass whose fields have metadata from `option(...)`. Field `max_model_len`
-is the flag `--max-model-len`, the environment variable `MOOT_MAX_MODEL_LEN` and the YAML key `max_model_len`;
-its default stands in the dataclass and nowhere else. Unknown keys and flags are errors that name them.
+A config is a frozen, keyword-only dataclass with options, its own and those of the parts that it nests
+(moot.core.options). Option `max_model_len` is the flag `--max-model-len`, the environment variable
+`MOOT_MAX_MODEL_LEN` and the YAML key `max_model_len`, however deep the part that declares it is nested. Unknown keys
+and flags are errors that name them.
 """
 
 from __future__ import annotations
@@ -20,14 +21,11 @@ from typing import Any, TypeVar
 import yaml
 
 from moot.core.errors import ConfigError
+from moot.core.options import Option, check_value, flat_options, make_config, option
+
+__all__ = ["flag_of", "load_config", "option", "parse_value", "variable_of"]
 
 ConfigT = TypeVar("ConfigT")
-
-
-def option(default: Any = dataclasses.MISSING, *, help: str, choices: Sequence[str] | None = None) -> Any:
-    """A config field. `help` says what it means, with its unit. Tuples are given comma-separated."""
-    metadata = {"help": help, "choices": choices}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 def load_config(
@@ -49,12 +47,11 @@ def load_config(
     flags = {key: value for key, value in vars(parser.parse_args(list(argv))).items() if value is not None}
     path = flags.pop("config", None) or environ.get("MOOT_CONFIG")
     from_file = _read_yaml(Path(path)) if path else {}
-    hints = typing.get_type_hints(cls)
-    names = {field.name: field for field in dataclasses.fields(typing.cast(Any, cls))}
-    if unknown := sorted(set(from_file) - set(names)):
+    known = {leaf.name: leaf for leaf in flat_options(cls)}
+    if unknown := sorted(set(from_file) - set(known)):
         raise ConfigError(f"unknown key in {path}: {', '.join(unknown)}")
     values: dict[str, Any] = {}
-    for name, field in names.items():
+    for name, leaf in known.items():
         variable = variable_of(name)
         for source, raw in (
             (flag_of(name), flags.get(name)),
@@ -62,12 +59,12 @@ def load_config(
             (f"{name} in {path}", from_file.get(name)),
         ):
             if raw is not None:
-                values[name] = parse_value(raw, hints[name], source, field.metadata.get("choices"))
+                values[name] = parse_value(raw, leaf.hint, source, leaf.option)
                 break
         else:
-            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            if leaf.default is dataclasses.MISSING:
                 raise ConfigError(f"{flag_of(name)} (or {variable}) is required")
-    return cls(**values)
+    return make_config(cls, **values)
 
 
 def flag_of(name: str) -> str:
@@ -87,15 +84,15 @@ def _parser(cls: type[Any], prog: str, description: str, example: str) -> argpar
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="YAML file with the same keys (underscores)")
-    inherited = {f.name for base in cls.__mro__[1:] if dataclasses.is_dataclass(base) for f in dataclasses.fields(base)}
     # What is the program's own comes first.
-    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited):
-        shown = "required" if field.default is dataclasses.MISSING else f"default: {field.default}"
-        text = f"{field.metadata.get('help', '')} ({shown})".replace("%", "%%")
-        if choices := field.metadata.get("choices"):
-            text += f" [{', '.join(choices)}]"
-        bare = {"nargs": "?", "const": "true"} if typing.get_type_hints(cls)[field.name] is bool else {}
-        parser.add_argument(flag_of(field.name), dest=field.name, help=text, metavar="VALUE", **typing.cast(Any, bare))
+    for leaf in sorted(flat_options(cls), key=lambda leaf: leaf.is_inherited):
+        shown = "required" if leaf.default is dataclasses.MISSING else f"default: {leaf.default}"
+        told = leaf.option
+        text = f"{told.help} ({'; '.join(filter(None, (shown, told.bound)))})".replace("%", "%%")
+        if told.choices:
+            text += f" [{', '.join(told.choices)}]"
+        bare = {"nargs": "?", "const": "true"} if leaf.hint is bool else {}
+        parser.add_argument(flag_of(leaf.name), dest=leaf.name, help=text, metavar="VALUE", **typing.cast(Any, bare))
     return parser
 
 
@@ -125,19 +122,26 @@ def _parse_float(text: str) -> float:
 _SCALARS: dict[type, Callable[[str], Any]] = {bool: _parse_bool, int: int, float: _parse_float, str: str, Path: Path}
 
 
-def parse_value(raw: Any, hint: Any, source: str, choices: Sequence[str] | None = None) -> Any:
-    """`raw` (text, or what YAML made of it) as `hint`: bool, int, float, str, Path, T | None, tuple[T, ...]."""
+def parse_value(raw: Any, hint: Any, source: str, option: Option | None = None) -> Any:
+    """`raw` (text, or what YAML made of it) as `hint`: bool, int, float, str, Path, T | None, tuple[T, ...].
+
+    Raises ConfigError naming `source` where it is not one, or `option` does not allow it.
+    """
+    value = _parsed(raw, hint, source)
+    if option is not None:
+        check_value(source, option, value)
+    return value
+
+
+def _parsed(raw: Any, hint: Any, source: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         (inner,) = [arg for arg in args if arg is not type(None)]
-        return None if raw in ("", "none") else parse_value(raw, inner, source, choices)
+        return None if raw in ("", "none") else _parsed(raw, inner, source)
     if origin is tuple:
         parts = raw if isinstance(raw, list) else [part.strip() for part in str(raw).split(",") if part.strip()]
-        return tuple(parse_value(part, args[0], source, choices) for part in parts)
+        return tuple(_parsed(part, args[0], source) for part in parts)
     try:
-        value = _SCALARS[hint](str(raw))
+        return _SCALARS[hint](str(raw))
     except ValueError as error:
         raise ConfigError(f"{source}: {raw!r} is not a valid {hint.__name__}") from error
-    if choices and value not in choices:
-        raise ConfigError(f"{source}: {raw!r} is not one of {', '.join(choices)}")
-    return value

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from moot.core.errors import ConfigError
+from moot.core.options import Options, option
 
 
 def keep_torch_out() -> None:
@@ -22,6 +24,13 @@ def keep_torch_out() -> None:
     if "torch" not in sys.modules:
         cast("dict[str, Any]", sys.modules)["torch"] = None
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "models won't be available": on purpose
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubOptions(Options):
+    """What a hub id of a model leaves open."""
+
+    revision: str | None = option(None, help="pinned revision of a hub id")
 
 
 def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> Any:

@@ -7,7 +7,6 @@ python tools/chart_values.py --check    exit status 1 if they are not what the s
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import sys
@@ -19,7 +18,8 @@ from typing import Any
 
 import yaml
 
-from moot.rpc.link import LinkOptions
+from moot.core.options import FlatOption, flat_options
+from moot.rpc.link import LinkConfig
 from moot.rpc.tls import TlsOptions
 from services.drafter.config import DrafterConfig
 from services.router.config import RouterConfig
@@ -31,8 +31,8 @@ RULES = [DEPLOY / "prometheus" / name for name in ("recording.yaml", "alerts.yam
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 README_BEGIN, README_END = "<!-- values: begin (tools/chart_values.py) -->", "<!-- values: end -->"
 
-TLS = frozenset(field.name for field in dataclasses.fields(TlsOptions))
-LINK = frozenset(field.name for field in dataclasses.fields(LinkOptions)) - TLS
+TLS = frozenset(leaf.name for leaf in flat_options(TlsOptions))
+LINK = frozenset(leaf.name for leaf in flat_options(LinkConfig))
 """Both ends must agree: they stand in `link`, once."""
 PORTS = frozenset(("host", "port", "metrics_port", "ready_file"))
 ROLES: dict[str, tuple[type, frozenset[str]]] = {
@@ -59,18 +59,15 @@ def camel(name: str) -> str:
     return first + "".join(part.capitalize() for part in rest)
 
 
-def options(role: str) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
-    """The fields that an operator may set under `config`, with their types."""
+def options(role: str) -> list[FlatOption]:
+    """Those that an operator may set under `config`."""
     config, owned = ROLES[role]
-    hints = typing.get_type_hints(config)
-    for field in dataclasses.fields(config):
-        if field.name not in owned:
-            yield field, hints[field.name]
+    return [leaf for leaf in flat_options(config) if leaf.name not in owned]
 
 
 def defaults(role: str) -> dict[str, Any]:
     """As values.yaml has them."""
-    return {camel(field.name): plain(field.default) for field, _ in options(role)}
+    return {camel(leaf.name): plain(leaf.default) for leaf in options(role)}
 
 
 def plain(value: Any) -> Any:
@@ -79,20 +76,20 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def schema_of(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
+def schema_of(hint: Any, leaf: FlatOption) -> dict[str, Any]:
     """JSON schema of one option."""
-    described = {"description": field.metadata.get("help", "")}
+    described = {"description": leaf.option.help}
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         (inner,) = [arg for arg in args if arg is not type(None)]
-        found = schema_of(inner, field)
+        found = schema_of(inner, leaf)
         return {**found, "type": [found["type"], "null"]}
     if origin is tuple:
         return {"type": "array", "items": {"type": "string", "minLength": 1}, **described}
     names = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "string"}
     found = {"type": names[hint], **described}
-    if choices := field.metadata.get("choices"):
-        found["enum"] = list(choices)
+    if leaf.option.choices:
+        found["enum"] = list(leaf.option.choices)
     if hint in (int, float):
         found["minimum"] = 0
     return found
@@ -100,11 +97,11 @@ def schema_of(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 def values_block(role: str) -> str:
     lines = ["  config:"]
-    for field, _ in options(role):
-        help_text = " ".join(field.metadata.get("help", "").split())
+    for leaf in options(role):
+        help_text = " ".join(leaf.option.help.split())
         lines.append(f"    # -- {help_text[:1].upper()}{help_text[1:]}")
-        written = json.dumps(plain(field.default))
-        lines.append(f"    {camel(field.name)}: {written}")
+        written = json.dumps(plain(leaf.default))
+        lines.append(f"    {camel(leaf.name)}: {written}")
     return "\n".join(lines) + "\n"
 
 
@@ -123,7 +120,7 @@ def schema_text() -> str:
         schema["definitions"][f"{role}Config"] = {
             "type": "object",
             "additionalProperties": False,
-            "properties": {camel(field.name): schema_of(hint, field) for field, hint in options(role)},
+            "properties": {camel(leaf.name): schema_of(leaf.hint, leaf) for leaf in options(role)},
         }
     return json.dumps(merged(schema, schema["definitions"]), indent=1, ensure_ascii=False) + "\n"
 
@@ -143,7 +140,7 @@ def merged(node: Any, definitions: dict[str, Any]) -> Any:
 def options_text() -> str:
     """files/options.json: every option that a role's program has, for templates to ask."""
     names = {"drafterDefaults": "drafter"}
-    listed = {names.get(role, role): sorted(f.name for f in dataclasses.fields(ROLES[role][0])) for role in ROLES}
+    listed = {names.get(role, role): sorted(leaf.name for leaf in flat_options(ROLES[role][0])) for role in ROLES}
     return json.dumps(listed, indent=1) + "\n"
 
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contrib.superposed.drafting import MixedRows, SuperposedDrafting
-from moot.config import option
 from moot.core.errors import ConfigError
+from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.base import Ask, Kind, require
+from moot.drafters.base import Ask, Kind
 from moot.drafters.lookup.ngram import NgramTable
 from moot.drafters.neural.draft_model import DraftModelOptions, DraftModelProposer, as_chain
 from moot.drafters.neural.sessions import NeuralSession
@@ -37,18 +37,12 @@ SESSIONS_AT_ONCE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class SuperposedOptions(DraftModelOptions):
-    num_sequences: int = option(3, help="sequences that one row stands for")
+    num_sequences: int = option(3, help="sequences that one row stands for", minimum=1, maximum=MOST_SEQUENCES)
     table: Path | None = option(
         None, help="npz file of n-grams that tell the sequences apart, or its folder; none: the row is everybody's"
     )
-    table_weight: float = option(0.7, help="what the table counts against the row, in 0..1")
-    table_strength: float = option(0.5, help="occurrences of a context that make the table half sure")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(1 <= self.num_sequences <= MOST_SEQUENCES, "num_sequences", f"must be in 1..{MOST_SEQUENCES}")
-        require(0.0 <= self.table_weight <= 1.0, "table_weight", "must be in 0..1")
-        require(self.table_strength > 0.0, "table_strength", "must be positive")
+    table_weight: float = option(0.7, help="what the table counts against the row, in 0..1", minimum=0, maximum=1)
+    table_strength: float = option(0.5, help="occurrences of a context that make the table half sure", above=0)
 
 
 class SuperposedProposer(DraftModelProposer):

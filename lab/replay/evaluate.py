@@ -14,8 +14,10 @@ from lab.replay.proposals import shortened
 from lab.replay.rounds import Clock, Played, Said, Setting, Waits, play
 from lab.replay.texts import TargetText
 from moot.core.errors import ConfigError
-from moot.core.speculation.panel import ALL, ALWAYS_ASK
-from moot.core.speculation.policy import PoolPolicy, make_policy
+from moot.core.options import option, option_of
+from moot.core.speculation.ballots import BallotPolicy
+from moot.core.speculation.panel import ALL
+from moot.core.speculation.policy import PoolPolicy, SpeculationOptions, make_policy
 from moot.core.types import Proposal
 from moot.drafters.registry import attached_kinds
 
@@ -110,19 +112,17 @@ def by_group(played: Sequence[Played]) -> dict[str, Outcome]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policies:
+class Policies(SpeculationOptions):
     """What a router is started with, by the same names. `drafter_ids`: who votes; none: all that were recorded."""
 
-    vote: str = "calibrated"
-    shape: str = "tree"
-    weights: str = "hedge"
-    length: str = "fixed"
+    vote: str = option_of(SpeculationOptions, "vote", help="how the proposals become one path (or --policy)")
+    length: str = option_of(SpeculationOptions, "length", default="fixed")
     asks: str = ALL
-    cascade: float = ALWAYS_ASK
-    num_speculative_tokens: int = 8
-    max_draft_tokens: int = 16
-    width: int = 1
-    drafter_ids: tuple[str, ...] = ()
+    num_speculative_tokens: int = option_of(SpeculationOptions, "num_speculative_tokens", help="greatest K (or -k)")
+    width: int = option_of(BallotPolicy, "width", help="proposals that one drafter may make")
+    drafter_ids: tuple[str, ...] = option(
+        (), flag="drafters", help="ids of those that vote (none: all that were recorded)"
+    )
     clock: Clock = field(default_factory=Clock)
 
     def with_only(self, drafter_id: str) -> Policies:
@@ -149,16 +149,7 @@ class Replay:
         just been started. Raises ConfigError for names that there are not, and for more than was recorded."""
         chosen = self._chosen(policies)
         if pool is None:
-            pool = make_policy(
-                vote=policies.vote,
-                shape=policies.shape,
-                weights=policies.weights,
-                length=policies.length,
-                asks=policies.asks,
-                cascade=policies.cascade,
-                num_speculative_tokens=policies.num_speculative_tokens,
-                max_draft_tokens=policies.max_draft_tokens,
-            )
+            pool = make_policy(policies)
             for id_ in chosen:
                 pool.admit(id_, self.recording.records[id_].facts.family)
         setting = Setting(

@@ -9,15 +9,17 @@ from typing import Any
 
 from lab.replay.folder import Meta, read_meta, write_meta
 from lab.replay.prompts import Prompt
-from lab.replay.recorder import SAVE_EVERY_S, Progress, Say, TextFile
+from lab.replay.recorder import NUM_ROWS, SAVE_EVERY_S, Progress, Say, TextFile
 from lab.replay.target import Answer, Target, encode
 from lab.replay.texts import TargetText
 from moot.client import Answer as StreamedAnswer
-from moot.client import Client
+from moot.client import AnswerOptions, Client
 from moot.core.errors import ConfigError, MootError
 from moot.core.noise import choice_seed
+from moot.core.options import option_of
 from moot.core.types import FinishReason, SamplingParams
 from moot.model.backend import choose_runner
+from moot.model.compute import ComputeOptions
 from moot.model.loading.load import load_model
 from moot.model.runner import ModelRunner
 
@@ -29,11 +31,11 @@ class TextPlan:
     """How texts are made. `num_candidates`: likeliest ids kept per place. Prompt number i is asked with `seed` + i."""
 
     model: str
-    max_tokens: int = 128
+    max_tokens: int = option_of(AnswerOptions, "max_tokens")
     temperature: float = 0.0
     seed: int = 0
     num_candidates: int = 8
-    dtype: str = "auto"
+    dtype: str = option_of(ComputeOptions, "dtype")
     deterministic: bool = True
 
     def params(self, number: int) -> SamplingParams:
@@ -46,9 +48,9 @@ class TextPlan:
 class Machine:
     """What texts do not depend on. `num_rows`: texts made at a time; `num_threads` None: torch's choice."""
 
-    device: str = "auto"
+    device: str = option_of(ComputeOptions, "device")
     num_threads: int | None = None
-    num_rows: int = 16
+    num_rows: int = NUM_ROWS
 
 
 def target_runner(plan: TextPlan, machine: Machine) -> ModelRunner:

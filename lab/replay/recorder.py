@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from moot.model.runner import ModelRunner
 
 SAVE_EVERY_S = 10.0
+NUM_ROWS = 16
+"""Texts made at a time."""
 Say = Callable[[str], None]
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from moot.core.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "lab" / "bench"
-# Shared code of the measurements, not one itself.
-_LIBRARIES = ("__init__", "intervals", "report", "scripted_peers")
+_DECLARATION = "\nBENCH = Bench("
 
 
 def names() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in _LIBRARIES)
+    """Of the modules, and of the packages with a `__main__`, that declare themselves a bench."""
+    declared = [path for path in FOLDER.glob("*/*.py") if _DECLARATION in path.read_text()]
+    return sorted(path.parent.name if path.stem == "__main__" else path.stem for path in declared)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -7,21 +7,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moot.client import Answer, Client, RequestFailed
-from moot.config import load_config, option
+from moot.client import Answer, AnswerOptions, Client, ClientOptions, RequestFailed
+from moot.config import load_config
+from moot.core.options import Options, option, option_of, part
 
 HELP = "/new starts over, /metrics switches the numbers on or off, /quit (or Ctrl-D) leaves; Ctrl-C stops an answer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatConfig:
-    url: str = option("http://127.0.0.1:8000", help="address of a router")
+class ChatConfig(Options):
+    server: ClientOptions = part(ClientOptions)
     model: str | None = option(None, help="served model name (none: the first that the server names)")
-    api_key: str | None = option(None, help="sent as a bearer token")
     system: str | None = option(None, help="system message")
     temperature: float = option(0.7, help="0 is greedy")
     seed: int | None = option(None, help="the same seed, messages and parameters give the same answers")
-    max_tokens: int = option(512, help="longest answer, in tokens")
+    max_tokens: int = option_of(AnswerOptions, "max_tokens", default=512)
     num_speculative_tokens: int | None = option(None, help="0: no drafting; n: always n; none: the server decides")
     metrics: bool = option(True, help="show after each answer where its tokens came from")
 
@@ -34,11 +34,11 @@ def run(argv: Sequence[str]) -> int:
         description=f"Talk to a running server. {HELP}.",
         example="moot chat --temperature 0",
     )
-    client = Client(config.url, config.api_key)
+    client = Client(config.server.url, config.server.api_key)
     model = config.model or client.models()[0]
     show_metrics = config.metrics
     messages = _opening(config)
-    print(f"{model} at {config.url}. {HELP}.", file=sys.stderr)
+    print(f"{model} at {config.server.url}. {HELP}.", file=sys.stderr)
     interactive, num_failed = sys.stdin.isatty(), 0
     for line in _lines(interactive):
         match line.strip():

@@ -12,6 +12,9 @@ from typing import Any
 
 from moot.shipped import cache_dir
 
+DEMO_MODEL = "smollm2-135m-instruct"
+"""The target of every command that is told no other."""
+DEFAULT_SEED = 0
 KEPT_RUNS = 5
 """Folders with the logs of earlier runs; older ones are removed."""
 

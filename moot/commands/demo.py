@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moot.client import Answer, Client, RequestFailed
+from moot.client import Answer, AnswerOptions, Client, RequestFailed
 from moot.commands.common import say, table
 from moot.commands.measure import COMPARISON_HEADER, DRAFTER_HEADER, Comparison, Sample
 from moot.commands.system import System, SystemConfig, running, voters_of
-from moot.config import load_config, option
+from moot.config import load_config
+from moot.core.options import option, option_of
 
 PROMPTS = {
     "writing": "Write a short story about a lighthouse keeper who finds a message in a bottle.",
@@ -48,9 +49,9 @@ PROMPTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig(SystemConfig):
-    port: int = option(0, help="port of the router's HTTP API; 0 chooses a free one")
+    port: int = option_of(SystemConfig, "port", default=0)
     prompt: str | None = option(None, help="ask this instead of the five prompts")
-    max_tokens: int = option(128, help="longest answer, in tokens")
+    max_tokens: int = option_of(AnswerOptions, "max_tokens")
     repetitions: int = option(3, help="measured runs of each prompt, with and without drafting each")
     num_speculative_tokens: int | None = option(None, help="with drafting: always so many; none: the policy decides")
     json_file: Path | None = option(None, help="also write every sample here")

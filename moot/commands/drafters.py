@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from moot.client import Client, RequestFailed
+from moot.client import DEFAULT_URL, Client, ClientOptions, RequestFailed
 from moot.commands.common import table
-from moot.config import load_config, option
+from moot.config import load_config
+from moot.core.options import Options, option, option_of
 from moot.drafters.registry import MODEL_FREE_KINDS, REQUEST_KINDS, attached_kinds, known_kinds
 from moot.shipped import PREFIX, shipped_drafters
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 COLUMNS = {
     "moot_proposal_tokens_total": "proposed",
     "moot_proposals_accepted_tokens_total": "accepted",
@@ -23,9 +23,9 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftersConfig:
+class DraftersConfig(Options):
     url: str | None = option(None, help=f"a router; without it, {DEFAULT_URL} is looked at if it answers")
-    api_key: str | None = option(None, help="sent as a bearer token")
+    api_key: str | None = option_of(ClientOptions, "api_key")
 
 
 def run(argv: Sequence[str]) -> int:

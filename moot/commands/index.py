@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moot.commands.common import command_of, say
-from moot.config import load_config, option
+from moot.commands.common import DEMO_MODEL, command_of, say
+from moot.config import load_config
 from moot.core.errors import ConfigError
+from moot.core.options import Options, option
 
 if TYPE_CHECKING:
     from lab.training.dataset import Text, TextStore
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexConfig:
+class IndexConfig(Options):
     out: Path = option(help="folder of the datastore, replaced if it is there: option datastore of the drafter suffix")
     files: tuple[Path, ...] = option((), help="text files, UTF-8, each one text")
-    target: str = option("smollm2-135m-instruct", help="whose tokenizer files are read with")
+    target: str = option(DEMO_MODEL, help="whose tokenizer files are read with")
     text: Path | None = option(None, help="folder of a training text (moot train --kind text): what the target wrote")
     positions: int | None = option(None, help="of the training text only so many positions; none: all")
 

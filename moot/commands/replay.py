@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from lab.replay.evaluate import Policies, Replay, by_group, outcome_of
 from lab.replay.folder import open_recording
 from lab.replay.prompts import read_prompts
-from lab.replay.recorder import Asking, record_drafter
+from lab.replay.recorder import NUM_ROWS, Asking, record_drafter
 from lab.replay.rounds import Clock
-from moot.client import Client
-from moot.commands.common import say, table
-from moot.commands.system import DEMO_MODEL, prepared_model
-from moot.config import load_config, option
+from moot.client import AnswerOptions, Client
+from moot.commands.common import DEFAULT_SEED, DEMO_MODEL, say, table
+from moot.commands.system import prepared_model
+from moot.config import load_config
 from moot.core.errors import ConfigError
-from moot.core.speculation.length import LENGTHS
+from moot.core.options import Options, option, option_of, part
+from moot.core.speculation.ballots import BallotPolicy
 from moot.core.speculation.panel import ALWAYS_ASK
-from moot.core.voting.tree import SHAPES
-from moot.core.voting.voting import POLICIES
-from moot.core.voting.weights import WEIGHTS
+from moot.core.speculation.policy import SpeculationOptions
 from moot.drafters.base import parse_entries
+from moot.model.compute import ComputeOptions
 from moot.simulation.costs import StepCost
 
 ACTIONS = ("record", "run")
@@ -37,81 +37,49 @@ example:
 SHORT = {"-k": "--num-speculative-tokens", "--policy": "--vote"}
 
 
+MOST = 255
+"""Tokens and proposals of one answer in a recording."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class RecordConfig:
+class RecordConfig(Options):
     target: str = option(DEMO_MODEL, help="the model that writes the texts: a folder, a hub id, or the demo's model")
     prompts: Path = option(help="JSON lines with `turns` (the first is asked) or `prompt`, for instance Spec-Bench's")
     held_out: tuple[str, ...] = option((), help="only prompts whose id ends in one of these digits (none: all)")
-    limit: int | None = option(None, help="prompts recorded at most, evenly over the categories")
+    limit: int | None = option(None, help="prompts recorded at most, evenly over the categories", minimum=1)
     out: Path = option(help="folder of the recording; one that is not finished is gone on with")
     drafters: tuple[str, ...] = option(
         ("suffix", "prompt_lookup", "recycling", "ngram"),
         help="who is asked: [id=]kind[:option=value]... each; further ones may be added later",
     )
-    num_speculative_tokens: int = option(8, help="tokens asked of every drafter")
-    width: int = option(1, help="proposals asked of every drafter")
-    max_tokens: int = option(128, help="longest answer, in tokens")
-    temperature: float = option(0.0, help="0: greedy")
-    seed: int = option(0, help="of the first prompt; the next ones follow")
-    num_top_candidates: int = option(8, help="likeliest ids kept per place, for drafters that live from them")
+    num_speculative_tokens: int = option_of(
+        SpeculationOptions, "num_speculative_tokens", help="tokens asked of every drafter", minimum=1, maximum=MOST
+    )
+    width: int = option_of(BallotPolicy, "width", help="proposals asked of every drafter", minimum=1, maximum=MOST)
+    max_tokens: int = option_of(AnswerOptions, "max_tokens")
+    temperature: float = option(0.0, help="0: greedy", minimum=0)
+    seed: int = option(DEFAULT_SEED, help="of the first prompt; the next ones follow")
+    num_top_candidates: int = option_of(
+        BallotPolicy, "num_top_candidates", help="likeliest ids kept per place, for drafters that live from them"
+    )
     url: str | None = option(None, help="take the texts from this running server, which must serve the same target")
     api_key: str | None = option(None, help="sent to it as a bearer token")
     deterministic: str = option("on", help="texts that depend on no batch, bit by bit", choices=("on", "off"))
-    dtype: str = option("auto", help="number format", choices=("auto", "bfloat16", "float16", "float32", "float64"))
-    device: str = option("auto", help="where the target runs", choices=("auto", "cpu", "cuda"))
-    num_threads: int = option(0, help="compute threads; 0: torch's choice")
-    num_rows: int = option(16, help="texts made at a time")
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError for numbers that cannot be."""
-        for name in ("num_speculative_tokens", "width", "max_tokens", "num_rows"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1")
-        if max(self.num_speculative_tokens, self.width) > 255:
-            raise ConfigError("num_speculative_tokens and width must be at most 255")
-        if self.temperature < 0 or self.num_top_candidates < 0 or self.num_threads < 0:
-            raise ConfigError("temperature, num_top_candidates and num_threads must not be negative")
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError("limit must be at least 1")
+    compute: ComputeOptions = part(ComputeOptions)
+    num_rows: int = option(NUM_ROWS, help="texts made at a time", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayConfig:
-    vote: str = option("calibrated", help="how the proposals become one path (or --policy)", choices=tuple(POLICIES))
-    shape: str = option("tree", help="what is verified of them", choices=tuple(SHAPES))
-    weights: str = option("hedge", help="how a drafter's weight moves", choices=tuple(WEIGHTS))
-    length: str = option("fixed", help="how K is chosen", choices=LENGTHS)
-    num_speculative_tokens: int = option(8, help="greatest K (or -k)")
-    max_draft_tokens: int = option(16, help="tokens of one draft, all branches of a tree together")
-    width: int = option(1, help="proposals that one drafter may make")
-    cascade: float = option(ALWAYS_ASK, help="dear drafters are asked below this expected part of K; 1: always")
-    drafters: tuple[str, ...] = option((), help="ids of those that vote (none: all that were recorded)")
-    verify_ms: float = option(36.8, help="milliseconds of a verify step, for policies that look at time")
-    verify_row_ms: float = option(0.4, help="milliseconds of each draft token in it")
-    overhead_ms: float = option(1.0, help="milliseconds of a round besides")
+class ReplayConfig(Options):
+    chosen: Policies = part(Policies)
+    verify_ms: float = option(36.8, help="milliseconds of a verify step, for policies that look at time", above=0)
+    verify_row_ms: float = option(0.4, help="milliseconds of each draft token in it", minimum=0)
+    overhead_ms: float = option(1.0, help="milliseconds of a round besides", minimum=0)
     alone: bool = option(True, help="also show each drafter alone, and the bounds")
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError for numbers that cannot be."""
-        if self.num_speculative_tokens < 0 or self.max_draft_tokens < 0 or self.width < 1:
-            raise ConfigError("num_speculative_tokens and max_draft_tokens must not be negative, width at least 1")
-        if self.verify_ms <= 0 or self.verify_row_ms < 0 or self.overhead_ms < 0:
-            raise ConfigError("verify_ms must be above 0, the other times not negative")
 
     def policies(self) -> Policies:
         step = StepCost.line(self.verify_ms / 1000, self.verify_row_ms / 1000)
-        return Policies(
-            vote=self.vote,
-            shape=self.shape,
-            weights=self.weights,
-            length=self.length,
-            num_speculative_tokens=self.num_speculative_tokens,
-            max_draft_tokens=self.max_draft_tokens,
-            width=self.width,
-            cascade=self.cascade,
-            drafter_ids=self.drafters,
-            clock=Clock(step=step, overhead_s=self.overhead_ms / 1000),
-        )
+        return replace(self.chosen, clock=Clock(step=step, overhead_s=self.overhead_ms / 1000))
 
 
 def run(argv: Sequence[str]) -> int:
@@ -145,10 +113,11 @@ def _record(argv: Sequence[str]) -> int:
         temperature=config.temperature,
         seed=config.seed,
         num_candidates=config.num_top_candidates,
-        dtype=config.dtype,
+        dtype=config.compute.dtype,
         deterministic=config.deterministic == "on",
     )
-    machine = Machine(device=config.device, num_threads=config.num_threads or None, num_rows=config.num_rows)
+    compute = config.compute
+    machine = Machine(device=compute.device, num_threads=compute.num_threads or None, num_rows=config.num_rows)
     served_by = Client(config.url, config.api_key) if config.url else None
     meta, texts = make_texts(config.out, plan, machine, prompts, say, served_by)
     asking = Asking(config.num_speculative_tokens, config.width)
@@ -173,7 +142,7 @@ def _run(argv: Sequence[str]) -> int:
     )
     if folder is None:
         raise ConfigError("moot replay run needs the folder of a recording: moot replay run DIR [FLAGS]")
-    print(report(Replay(open_recording(Path(folder), config.drafters)), config))
+    print(report(Replay(open_recording(Path(folder), config.chosen.drafter_ids)), config))
     return 0
 
 

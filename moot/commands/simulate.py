@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moot.commands.common import say, table
-from moot.config import load_config, option
+from moot.config import load_config
 from moot.core.errors import ConfigError
-from moot.core.voting.tree import SHAPES
+from moot.core.options import Options, option, option_of, part
+from moot.core.speculation.policy import SpeculationOptions
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
 from moot.simulation.router_plan import RouterPlan
 from moot.simulation.texts import LoadClass, RandomTexts
-from moot.simulation.verifiers import BATCHINGS, VerifierPlan
-from moot.simulation.world import Outcome, Scenario, World
+from moot.simulation.verifiers import VerifierPlan
+from moot.simulation.world import Course, Outcome, Scenario, World
 
 SAY_EVERY_S = 5.0
 BEHIND = 0.4
@@ -25,66 +26,52 @@ BEHIND = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateConfig:
-    verifiers: int = option(4, help="verifiers")
-    routers: int = option(1, help="router processes, one core each")
-    drafters: int = option(1, help="pools of drafters that vote, all alike")
-    replicas: int = option(4, help="replicas of each pool of drafters")
+class SimulateConfig(Options):
+    verifiers: int = option(4, help="verifiers", minimum=1)
+    routers: int = option(1, help="router processes, one core each", minimum=1)
+    drafters: int = option(1, help="pools of drafters that vote, all alike", minimum=0)
+    replicas: int = option(4, help="replicas of each pool of drafters", minimum=1)
     concurrency: tuple[int, ...] = option(
-        (1, 4, 16, 64), help="requests under way per verifier; one row of the table for each number"
+        (1, 4, 16, 64), help="requests under way per verifier; one row of the table for each number", minimum=1
     )
     load: tuple[str, ...] = option(
         ("1:200:128:1",),
         help="classes of requests as SHARE:PROMPT_TOKENS:OUTPUT_TOKENS:SKILL; skill multiplies acceptance",
     )
     acceptance: tuple[float, ...] = option(
-        (0.75,), help="chance that a draft token is right if those before it are, by depth; the last for all further"
+        (0.75,),
+        help="chance that a draft token is right if those before it are, by depth; the last for all further",
+        minimum=0,
+        maximum=1,
     )
     correlation: float = option(0.5, help="part of the positions at which all drafters are right or wrong together")
 
-    verify_ms: float = option(30.0, help="milliseconds of a verify step up to --free-rows rows")
+    verify_ms: float = option(30.0, help="milliseconds of a verify step up to --free-rows rows", above=0)
     verify_row_ms: float = option(0.2, help="milliseconds of each further row")
     free_rows: int = option(64, help="rows that cost nothing more")
     prefill_token_ms: float = option(0.05, help="milliseconds of a prompt token in a step")
-    draft_ms: float = option(0.0, help="milliseconds of a draft before its first token")
-    draft_token_ms: float = option(3.0, help="milliseconds of a drafted token, for all requests of a batch together")
+    draft_ms: float = option(0.0, help="milliseconds of a draft before its first token", minimum=0)
+    draft_token_ms: float = option(
+        3.0, help="milliseconds of a drafted token, for all requests of a batch together", minimum=0
+    )
     draft_request_ms: float = option(0.0, help="milliseconds that each further request of a batch adds")
-    router_round_ms: float = option(0.35, help="milliseconds of router CPU per round")
-    network_ms: float = option(1.0, help="milliseconds of one way between two processes")
+    router_round_ms: float = option(0.35, help="milliseconds of router CPU per round", minimum=0)
+    network_ms: float = option(1.0, help="milliseconds of one way between two processes", minimum=0)
 
     num_speculative_tokens: int | None = option(None, help="always so many; 0: no drafting; none: the policy decides")
-    max_speculative_tokens: int = option(8, help="greatest K of the policy")
-    shape: str = option("tree", help="what is verified of the proposals", choices=tuple(SHAPES))
-    draft_ahead_tokens: int = option(0, help="tokens that an idle drafter goes on past its proposal")
-    batching: str = option(
-        "ready",
-        help="what a step takes: what is ready (a verifier on a GPU), that after a moment's wait for those who usually "
-        "come so soon (on a CPU), all requests, or two halves in turns",
-        choices=BATCHINGS,
+    max_speculative_tokens: int = option_of(
+        SpeculationOptions, "num_speculative_tokens", help="greatest K of the policy"
     )
-    fail_at_s: float | None = option(None, help="simulated seconds after which parts are lost; none: never")
-    failed_drafters: float = option(0.0, help="part of the drafter replicas that is lost then, 0 to 1")
-    failed_verifiers: float = option(0.0, help="part of the verifiers that is lost then, 0 to below 1")
-
-    warm_up_s: float = option(5.0, help="simulated seconds before counting")
-    measure_s: float = option(10.0, help="simulated seconds counted")
+    shape: str = option_of(SpeculationOptions, "shape")
+    draft_ahead_tokens: int = option(0, help="tokens that an idle drafter goes on past its proposal")
+    batching: str = option_of(VerifierPlan, "batching")
+    course: Course = part(Course)
     seed: int = option(1, help="seed of the requests; the same seed gives the same table")
     picture: Path | None = option(None, help="also draw tokens/s against concurrency into this PNG")
 
-    def __post_init__(self) -> None:
-        """Raises ConfigError for sizes that make no installation."""
-        for name in ("verifiers", "routers", "replicas", "verify_ms", "measure_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be above 0")
-        if not self.concurrency or min(self.concurrency) < 1:
-            raise ConfigError("concurrency must be numbers from 1")
-        if not self.acceptance or not all(0 <= chance <= 1 for chance in self.acceptance):
-            raise ConfigError("acceptance must be chances from 0 to 1")
-        if not (0 <= self.failed_drafters <= 1 and 0 <= self.failed_verifiers < 1):
-            raise ConfigError("failed parts must be from 0 to 1, and some verifier must be left")
-        times = (self.draft_ms, self.draft_token_ms, self.router_round_ms, self.network_ms, self.warm_up_s)
-        if self.drafters < 0 or min(times) < 0:
-            raise ConfigError("sizes and costs must not be negative")
+    def check_together(self) -> None:
+        if not self.concurrency or not self.acceptance:
+            raise ConfigError("concurrency and acceptance need at least one number")
 
     def classes(self) -> list[LoadClass]:
         """Raises ConfigError for an entry of `load` that is none."""
@@ -117,13 +104,8 @@ class SimulateConfig:
             num_verifiers=self.verifiers,
             num_routers=self.routers,
             concurrency=concurrency,
-            max_speculative_tokens=self.max_speculative_tokens,
-            shape=self.shape,
-            warm_up_s=self.warm_up_s,
-            measure_s=self.measure_s,
-            fail_at_s=self.fail_at_s,
-            failed_drafters=self.failed_drafters,
-            failed_verifiers=self.failed_verifiers,
+            speculation=SpeculationOptions(num_speculative_tokens=self.max_speculative_tokens, shape=self.shape),
+            **asdict(self.course),
         )
 
 

@@ -10,17 +10,21 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from moot.client import Client, RequestFailed
+from moot.client import ROUTER_PORT, Client, RequestFailed
 from moot.commands import embedded_store
-from moot.commands.common import run_folder
-from moot.config import option, variable_of
+from moot.commands.common import DEMO_MODEL, run_folder
+from moot.config import variable_of
 from moot.core.errors import ConfigError, DeadlineExceeded
-from moot.core.voting.tree import SHAPES
+from moot.core.options import Options, flat_options, option, option_of
+from moot.core.speculation.ballots import BallotPolicy
+from moot.core.speculation.policy import SpeculationOptions
 from moot.drafters.base import DrafterEntry, parse_entries
 from moot.drafters.registry import MODEL_FREE_KINDS, attached_kinds
+from moot.model.compute import ComputeOptions
+from moot.runtime.process import ServiceOptions
 from moot.runtime.supervisor import Child, Say, Supervisor
 
 AUTO = "auto"
@@ -64,38 +68,37 @@ def electorate(drafters: Sequence[str], *, is_demo: bool, as_processes: bool) ->
     return Electorate(tuple(inside), tuple(light), tuple(others))
 
 
-DEMO_MODEL = "smollm2-135m-instruct"
 NO_STORE = "off"
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SystemConfig:
+class SystemConfig(Options):
     demo: bool = option(False, help="serve the demo's model, fetched the first time")
     model: str = option(DEMO_MODEL, help="target model: a local folder, a hub id, or the demo's model by its name")
     served_model_name: str | None = option(None, help="name that requests use (none: that of the model)")
-    host: str = option("127.0.0.1", help="address of the router's HTTP API")
-    port: int = option(8000, help="port of the router's HTTP API; 0 chooses a free one")
+    host: str = option_of(ServiceOptions, "host", help="address of the router's HTTP API")
+    port: int = option(ROUTER_PORT, help="port of the router's HTTP API; 0 chooses a free one", minimum=0)
     drafters: tuple[str, ...] = option(
         (AUTO,),
         help="[id=]kind[:option=value]... each; auto: the best known for the model. Kinds that look into the target "
         "run in the verifier, kinds without a model in the router, others as processes",
     )
     drafter_processes: bool = option(False, help="every drafter as a process of its own, as its pods are on a cluster")
-    shape: str = option("tree", help="what is verified of the proposals", choices=tuple(SHAPES))
-    proposal_width: int = option(1, help="proposals that one drafter may make for a round")
+    shape: str = option_of(SpeculationOptions, "shape")
+    proposal_width: int = option_of(BallotPolicy, "width")
     api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: everybody may call)")
     redis_url: str | None = option(
         None, help="Redis 7 or Valkey server for the requests' records; none: one is started; 'off': no records"
     )
-    device: str = option("auto", help="where the target model runs", choices=("auto", "cpu", "cuda"))
-    dtype: str = option("auto", help="number format", choices=("auto", "bfloat16", "float16", "float32", "float64"))
-    num_threads: int = option(0, help="the verifier's compute threads; 0: one per core")
+    device: str = option_of(ComputeOptions, "device")
+    dtype: str = option_of(ComputeOptions, "dtype")
+    num_threads: int = option_of(ComputeOptions, "num_threads", help="the verifier's compute threads; 0: one per core")
     start_timeout_s: float = option(300.0, help="seconds until every service must be ready")
     stop_grace_s: float = option(15.0, help="seconds from SIGTERM to SIGKILL when stopping")
-    log_level: str = option("info", help="least level logged", choices=("debug", "info", "warning", "error"))
+    log_level: str = option_of(ServiceOptions, "log_level")
 
-    def __post_init__(self) -> None:
+    def check_together(self) -> None:
         if self.demo and self.model != DEMO_MODEL:
             raise ConfigError("--demo serves the demo's model: give --demo or --model")
 
@@ -166,7 +169,7 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
 
 def _variables(config: type[SystemConfig]) -> list[str]:
     """What sets the command itself. It reaches a service as a flag, where it is meant for one."""
-    return [variable_of(field.name) for field in fields(config)]
+    return [variable_of(leaf.name) for leaf in flat_options(config)]
 
 
 def _wait_serving(client: Client, supervisor: Supervisor, timeout_s: float) -> None:

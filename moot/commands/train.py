@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moot.commands.common import command_of, say
-from moot.config import load_config, option
+from moot.commands.common import DEFAULT_SEED, DEMO_MODEL, command_of, say
+from moot.config import load_config
 from moot.core.errors import ConfigError
+from moot.core.options import Options, option, option_of
+from moot.model.compute import TorchOptions
 from moot.shipped import cache_dir
 
 if TYPE_CHECKING:
@@ -23,22 +25,24 @@ DECIDING = ("kind", "target", "size", "passes", "positions", "seed", "prompts", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Options):
     kind: str = option(
         help="what to make; text: only the training text, which the others make if need be", choices=KINDS
     )
-    target: str = option("smollm2-135m-instruct", help="the model to draft for: the demo's, a folder or a hub id")
+    target: str = option(DEMO_MODEL, help="the model to draft for: the demo's, a folder or a hub id")
     out: Path | None = option(None, help="folder of the drafter (text: of the text, by default under MOOT_CACHE)")
     size: str = option("medium", help="of the drafter", choices=("small", "medium", "large"))
-    passes: float | None = option(None, help="passes over the text; none: the kind's own number")
+    passes: float | None = option(None, help="passes over the text; none: the kind's own number", above=0)
     prompts: Path | None = option(
         None, help="JSON lines with turns or prompt, asked beside built-in ones; a question_id ending in 7 is refused"
     )
-    positions: int = option(1_000_000, help="tokens of training text; on disk 1.2 GB a million for 576 hidden numbers")
+    positions: int = option(
+        1_000_000, help="tokens of training text; on disk 1.2 GB a million for 576 hidden numbers", minimum=1
+    )
     text: Path | None = option(None, help="folder of a training text to learn from as it is, instead of making one")
     minutes: float | None = option(None, help="stop after so many minutes; the same command goes on from there")
-    seed: int = option(0, help="of text and training")
-    num_threads: int | None = option(None, help="torch threads; none: torch's default")
+    seed: int = option(DEFAULT_SEED, help="of text and training")
+    num_threads: int | None = option_of(TorchOptions, "num_threads")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -49,10 +53,6 @@ def run(argv: Sequence[str]) -> int:
         description="Make training text with a target, and drafters from it. Goes on where it was interrupted.",
         example="moot train --kind heads --positions 1000000 --out heads",
     )
-    if config.positions < 1:
-        raise ConfigError("--positions must be positive")
-    if config.passes is not None and config.passes <= 0:
-        raise ConfigError("--passes must be positive")
     if config.kind != "text" and config.out is None:
         raise ConfigError("--out is required for a drafter")
     # Imports torch: not before the flags are known to be right.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 CPU_SHARE = 0.5
 """Where steps are long beside drafting and a step of all takes hardly longer than one of half of them. On a GPU with
-draft models the simulation says otherwise (lab/bench/simulate.py, report `overlap`): requests in two groups hide
+draft models the simulation says otherwise (lab.bench.simulate, report `overlap`): requests in two groups hide
 drafting in each other's steps, and waiting shows it again."""
 _RATE = 0.2
 _PATIENCE = 2

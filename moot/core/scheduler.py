@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from moot.core.options import Options, option
+
 
 class Schedulable(Protocol):
     """What the scheduler sees of a session.
@@ -38,6 +40,16 @@ class Schedulable(Protocol):
 
 
 SessionT = TypeVar("SessionT", bound=Schedulable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions(Options):
+    """What one step may hold."""
+
+    max_num_batched_tokens: int = option(
+        1024, help="tokens of one forward pass, drafts and prefill chunks together", minimum=1
+    )
+    prefill_chunk_tokens: int = option(256, help="prompt tokens of one forward pass, all prompts together", minimum=1)
 
 
 @dataclass(frozen=True, slots=True)

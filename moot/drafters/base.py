@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from moot.config import option, parse_value
+from moot.config import parse_value
 from moot.core.errors import ConfigError
+from moot.core.options import Option, Options, option
 from moot.core.types import ModelInfo, Proposal, SamplingParams
 
 if TYPE_CHECKING:
@@ -165,16 +166,33 @@ MAX_VOCAB_SIZE = 1 << 21
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProposerOptions:
+class ProposerOptions(Options):
     """What every kind understands."""
 
-    vocab_size: int = option(help="size of the tokenizer's vocabulary; ids at or above it are never proposed")
-    context_limit: int = option(131_072, help="prefix length in tokens past which the drafter abstains")
+    vocab_size: int = option(
+        help="size of the tokenizer's vocabulary; ids at or above it are never proposed",
+        minimum=1,
+        maximum=MAX_VOCAB_SIZE,
+    )
+    context_limit: int = option(131_072, help="prefix length in tokens past which the drafter abstains", minimum=1)
     family: str = option("", help="drafters of one family are alike for the vote (empty: the kind's name)")
 
-    def __post_init__(self) -> None:
-        require(0 < self.vocab_size <= MAX_VOCAB_SIZE, "vocab_size", f"must be in 1..{MAX_VOCAB_SIZE}")
-        require(self.context_limit > 0, "context_limit", "must be positive")
+
+@dataclass(frozen=True, kw_only=True)
+class IndexingOptions(ProposerOptions):
+    """What the kinds understand that look into an index of the request's own text."""
+
+    max_indexed_tokens: int = option(8192, help="the own text is indexed over at most this many last tokens", minimum=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfidenceOptions(ProposerOptions):
+    """What the kinds understand that give every token a probability."""
+
+    min_confidence: float = option(
+        0.0, help="a chain ends before a token less probable than this", minimum=0, maximum=1
+    )
+    sharpen: float = option(1.0, help="multiplies the logits at temperature > 0; above 1 helps weak drafters", above=0)
 
 
 def require(holds: bool, name: str, rule: str) -> None:
@@ -194,7 +212,7 @@ def parse_options(cls: type[OptionsT], kind: str, options: Mapping[str, object])
         raise ConfigError(f"drafter kind {kind} needs option {', '.join(missing)}")
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {
-        name: parse_value(value, hints[name], f"option {name} of drafter kind {kind}", names[name].metadata["choices"])
+        name: parse_value(value, hints[name], f"option {name} of drafter kind {kind}", names[name].metadata[Option])
         for name, value in given.items()
     }
     return cls(**values)

@@ -22,9 +22,9 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
-from moot.config import option
-from moot.core.errors import ConfigError, PeerLost, PeerRefused
-from moot.rpc.tls import PodTls, TlsOptions
+from moot.core.errors import PeerLost, PeerRefused
+from moot.core.options import Options, option
+from moot.rpc.tls import PodTls
 
 ItemT = TypeVar("ItemT")
 
@@ -160,14 +160,19 @@ def failure_of(error: grpc.aio.AioRpcError, server_name: str | None) -> PeerRefu
     return PeerLost(f"{error.code().name}: {details}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkConfig:
-    """Durations in milliseconds, sizes in bytes."""
+HEARTBEAT_INTERVAL_S = 1.0
+"""Between heartbeats on a stream, by either end."""
 
-    keepalive_time_ms: int = 5_000
-    keepalive_timeout_ms: int = 3_000
-    max_message_bytes: int = 16 * 1024 * 1024
-    describe_timeout_ms: int = 2_000
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig(Options):
+    """What both ends of a link are told; durations in milliseconds, sizes in bytes."""
+
+    max_message_bytes: int = option(16 * 1024 * 1024, help="size limit of one frame, equal on both sides", minimum=1)
+    keepalive_time_ms: int = option(5_000, help="milliseconds between keepalive pings, equal on both sides", minimum=1)
+    keepalive_timeout_ms: int = option(
+        3_000, help="milliseconds until an unanswered ping ends the connection", minimum=1
+    )
 
     def _common(self) -> list[tuple[str, int]]:
         return [
@@ -200,42 +205,6 @@ class LinkConfig:
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.so_reuseport", int(reuse_port)),
         ]
-
-
-_DEFAULTS = LinkConfig()
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkOptions(TlsOptions):
-    """What every program with a link can be told about it; the base of the services' configs."""
-
-    max_message_bytes: int = option(_DEFAULTS.max_message_bytes, help="size limit of one frame, equal on both sides")
-    keepalive_time_ms: int = option(
-        _DEFAULTS.keepalive_time_ms, help="milliseconds between keepalive pings, equal on both sides"
-    )
-    keepalive_timeout_ms: int = option(
-        _DEFAULTS.keepalive_timeout_ms, help="milliseconds until an unanswered ping ends the connection"
-    )
-
-    @property
-    def link(self) -> LinkConfig:
-        return LinkConfig(
-            keepalive_time_ms=self.keepalive_time_ms,
-            keepalive_timeout_ms=self.keepalive_timeout_ms,
-            max_message_bytes=self.max_message_bytes,
-        )
-
-    def require_positive(self, *names: str) -> None:
-        """Raises ConfigError naming the first of these options that is 0 or below."""
-        for name in names:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be above 0")
-
-    def require_not_negative(self, *names: str) -> None:
-        """Raises ConfigError naming the first of these options that is below 0."""
-        for name in names:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative")
 
 
 STREAM_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)

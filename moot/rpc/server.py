@@ -20,6 +20,7 @@ from moot.rpc.link import LinkConfig
 from moot.rpc.tls import PodTls
 from moot.runtime.admin import AdminServer
 from moot.runtime.metrics import Metrics
+from moot.runtime.process import PeerOptions
 
 _log = logging.getLogger("moot.server")
 
@@ -92,38 +93,34 @@ class GrpcServer:
 async def run_until_terminated(
     server: GrpcServer,
     metrics: Metrics,
+    options: PeerOptions,
     *,
-    host: str,
-    port: int,
-    metrics_port: int,
-    ready_file: Path | None,
     drain: Callable[[], Awaitable[None]],
-    drain_grace_s: float,
     alive: Callable[[], bool] = lambda: True,
     terminated: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGTERM; then: not ready, `drain()` (at most `drain_grace_s` seconds), stop.
+    """Serve until SIGTERM; then: not ready, `drain()` (at most `options.drain_grace_s` seconds), stop.
 
     `drain` tells the peers to move and waits for what runs. The admin port answers from the start to the end.
     """
     terminated = terminated or termination_event()
     serving = False
-    admin = AdminServer(metrics, host=host, port=metrics_port, alive=alive, ready=lambda: serving)
+    admin = AdminServer(metrics, host=options.host, port=options.metrics_port, alive=alive, ready=lambda: serving)
     try:
-        await server.start(host, port)
+        await server.start(options.host, options.port)
         await server.set_serving(True)
         serving = True
-        write_ready_file(ready_file, port=server.port, metrics_port=admin.port)
+        write_ready_file(options.ready_file, port=server.port, metrics_port=admin.port)
         _log.info("serving", extra={"port": server.port, "metrics_port": admin.port})
         await terminated.wait()
-        _log.info("draining", extra={"grace_s": drain_grace_s})
+        _log.info("draining", extra={"grace_s": options.drain_grace_s})
         serving = False
         await server.set_serving(False)
         try:
-            async with asyncio.timeout(drain_grace_s):
+            async with asyncio.timeout(options.drain_grace_s):
                 await drain()
         except TimeoutError:
-            _log.warning("drain grace is over", extra={"grace_s": drain_grace_s})
+            _log.warning("drain grace is over", extra={"grace_s": options.drain_grace_s})
         await server.stop(grace_s=1.0)
     finally:
         admin.close()

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from moot.config import flag_of, option
+from moot.config import flag_of
 from moot.core.errors import ConfigError, PeerForbidden
+from moot.core.options import Options, option
 from moot.rpc.identity import Identity, identity_of
 from moot.runtime.metrics import Metrics
 
@@ -35,8 +36,8 @@ REFRESH_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TlsOptions:
-    """Where a pod's certificates are: all three, or none and plain text. Base of the services' configs."""
+class TlsOptions(Options):
+    """Where a pod's certificates are: all three, or none and plain text."""
 
     tls_cert_file: Path | None = option(
         None, help="PEM file with this pod's certificate for mutual TLS between pods (none: plain text)"

@@ -60,4 +60,5 @@ def setup_logging(service: str, level: str = "info") -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    logging.getLogger("grpc").setLevel(logging.WARNING)
+    for chatty in ("grpc", "httpx"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)

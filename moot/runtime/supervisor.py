@@ -1,19 +1,22 @@
-"""Services as child processes: started together, awaited by their ready files, logged to files, ended as one.
+"""Services as child processes: started together, awaited by their ready files, replaced if asked for, ended as one.
 
 The children live in sessions of their own, so that Ctrl-C reaches this process only and they end in order; where the
 system can do it (Linux) they get SIGTERM when this process dies without having said so. A child that ends by itself
-is reported, never restarted behind the user's back.
+is reported, and started again only where that was asked for.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +38,11 @@ if sys.platform == "linux":
 os.execvp(sys.argv[3], sys.argv[3:])
 """
 _SHOWN_LOG_LINES = 15
+_BACKOFF_MIN_S, _BACKOFF_MAX_S = 0.5, 30.0
+_STEADY_S = 60.0
+"""A child that has served for so long is replaced at once when it ends."""
+
+_log = logging.getLogger("moot.supervisor")
 
 # Settings of this process that would be wrong for any child: its config file has other keys.
 _OWN_VARIABLES = frozenset({"MOOT_CONFIG", "MOOT_READY_FILE"})
@@ -42,27 +50,34 @@ _OWN_VARIABLES = frozenset({"MOOT_CONFIG", "MOOT_READY_FILE"})
 Say = Callable[[str], None]
 
 
-def tied_to_this_process(argv: Sequence[str], niceness: int = 0) -> list[str]:
-    """`argv` such that the process it starts gets SIGTERM when this one dies (on Linux)."""
-    return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(niceness), str(os.getpid()), *argv]
-
-
 class ChildFailed(MootError):
-    """A service ended before it was ready, or while it was needed. The message ends with its last log lines."""
+    """A service ended before it was ready, or while it was needed. The message ends with its last log lines, if it has
+    a log of its own."""
 
 
 @dataclass(slots=True)
 class Child:
-    """A started process. `facts` is what its ready file said: port, metrics_port, pid."""
+    """A program that runs in a process; in a new one each time that it is replaced."""
 
     name: str
-    process: subprocess.Popen[bytes]
-    log: Path
-    essential: bool
+    start: Callable[[], subprocess.Popen[bytes]]
     look: Callable[[], dict[str, Any] | None]
     """Its facts once it is ready; None: not yet."""
+    log: Path | None
+    """None: it writes where this process does."""
+    essential: bool
+    """Nothing goes on without it."""
+    process: subprocess.Popen[bytes]
+    replaced: bool = False
+    """It is started again when it ends, essential or not."""
     facts: dict[str, Any] = field(default_factory=dict)
-    reported: bool = False
+    """What its ready file said: port, metrics_port, pid. Another dict for each process, empty until it is ready."""
+    ready_at: float | None = None
+    """Monotonic seconds; None: not ready yet."""
+    start_at: float | None = None
+    """Of one that has ended, once that is known: when it is started again, never if infinite."""
+    num_failures: int = 0
+    """In a row, with less than a steady while between them."""
 
     @property
     def port(self) -> int:
@@ -73,10 +88,18 @@ class Child:
         """Exit status; minus the signal's number when one ended it; None while it runs."""
         return self.process.poll()
 
+    def is_ready(self, now: float) -> bool:
+        """Whether it has been seen ready; looks, until it was. `now`: monotonic seconds."""
+        if self.ready_at is None and (facts := self.look()) is not None:
+            self.facts, self.ready_at = facts, now
+        return self.ready_at is not None
+
     def failure(self) -> ChildFailed:
+        text = f"{self.name} ended with status {self.status}{'' if self.ready_at is not None else ' before it served'}"
+        if self.log is None:
+            return ChildFailed(f"{text}; its last words stand above")
         lines = self.log.read_text(errors="replace").splitlines()[-_SHOWN_LOG_LINES:] if self.log.exists() else []
-        tail = "".join(f"\n    {line}" for line in lines)
-        return ChildFailed(f"{self.name} ended with status {self.status}; the end of its log {self.log}:{tail}")
+        return ChildFailed(f"{text}; the end of its log {self.log}:" + "".join(f"\n    {line}" for line in lines))
 
 
 class Supervisor:
@@ -111,27 +134,36 @@ class Supervisor:
         environ: Mapping[str, str] | None = None,
         niceness: int = 0,
         essential: bool = True,
+        logged: bool = True,
         look: Callable[[], dict[str, Any] | None] | None = None,
     ) -> Child:
         """Start `argv`; `{ready_file}` in it is replaced. `environ` is added to this process's environment.
 
-        `look`: how readiness is seen in a program that writes no ready file.
+        `logged`: to a file of its own, else it writes where this process does. `look`: how readiness is seen in a
+        program that writes no ready file.
         """
         ready_file = self._folder / f"{name}.ready"
-        ready_file.unlink(missing_ok=True)
-        log = self._folder / f"{name}.log"
-        command = [part.replace("{ready_file}", str(ready_file)) for part in argv]
+        log = self._folder / f"{name}.log" if logged else None
+        program = [part.replace("{ready_file}", str(ready_file)) for part in argv]
         inherited = {name: value for name, value in os.environ.items() if name not in self._own_variables}
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                tied_to_this_process(command, niceness),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**inherited, **(environ or {})},
-                start_new_session=True,
-            )
-        child = Child(name, process, log, essential, look or (lambda: _read_facts(ready_file)))
+        environ = {**inherited, **(environ or {})}
+
+        def start() -> subprocess.Popen[bytes]:
+            ready_file.unlink(missing_ok=True)
+            launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(niceness), str(os.getpid())]
+            with log.open("ab") if log is not None else nullcontext() as output:
+                process = subprocess.Popen(
+                    [*launcher, *program],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=None if output is None else subprocess.STDOUT,
+                    env=environ,
+                    start_new_session=True,
+                )
+            _log.info("child started", extra={"child": name, "child_pid": process.pid})
+            return process
+
+        child = Child(name, start, look or (lambda: _read_facts(ready_file)), log, essential, start())
         self.children.append(child)
         return child
 
@@ -147,8 +179,7 @@ class Supervisor:
         told = 0
         while waiting:
             for child in list(waiting):
-                if (facts := child.look()) is not None:
-                    child.facts = facts
+                if child.is_ready(time.monotonic()):
                     waiting.remove(child)
                 elif child.status is not None:
                     raise child.failure()
@@ -161,15 +192,32 @@ class Supervisor:
                 self._say(f"waiting for {', '.join(child.name for child in waiting)} ({seconds:.0f} s)")
             time.sleep(self.POLL_S)
 
-    def check(self) -> None:
-        """Report children that have ended; raises ChildFailed when one was essential."""
+    def check(self, now: float | None = None) -> None:
+        """Note who has got ready, report who has ended, start again who is to be replaced once its pause is over.
+
+        `now`: monotonic seconds. Raises ChildFailed when one has ended that was essential and is not replaced.
+        """
+        now = time.monotonic() if now is None else now
         for child in self.children:
-            if child.status is None or child.reported:
-                continue
-            child.reported = True
+            if child.status is None:
+                child.is_ready(now)
+            elif child.start_at is None:
+                self._note_end(child, now)
+            elif now >= child.start_at:
+                child.process, child.start_at = child.start(), None
+
+    def _note_end(self, child: Child, now: float) -> None:
+        if not child.replaced:
+            child.start_at = math.inf
             if child.essential:
                 raise child.failure()
             self._say(f"{child.name} ended with status {child.status}; the others go on (log: {child.log})")
+            return
+        steady = child.ready_at is not None and now - child.ready_at >= _STEADY_S
+        child.num_failures = 0 if steady else child.num_failures + 1
+        pause = 0.0 if steady else min(_BACKOFF_MIN_S * 2.0 ** min(child.num_failures - 1, 16), _BACKOFF_MAX_S)
+        child.facts, child.ready_at, child.start_at = {}, None, now + pause
+        self._say(f"{child.name} ended with status {child.status} and starts again in {pause:g} s")
 
     def stop(self) -> None:
         """SIGTERM to all in the reverse order of their start, SIGKILL to those left after the grace."""

@@ -1,7 +1,7 @@
-"""Distributed traces by OpenTelemetry: off, and one comparison, unless the environment names a collector.
+"""Distributed traces by OpenTelemetry, whose API records nothing unless the environment names a collector.
 
 `OTEL_EXPORTER_OTLP_ENDPOINT` (or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`) switches them on, as in every program that uses
-OpenTelemetry; its other variables (sampler, headers, resource) work as well. The packages are those of the extra
+OpenTelemetry; its other variables (sampler, headers, resource) work as well. What records and sends is the extra
 `tracing`. A span is one request's stay in a process; its context travels inside the messages of that request, since a
 stream carries many. No prompt, text, token or key is an attribute.
 
@@ -15,15 +15,18 @@ stands for the process id.
 from __future__ import annotations
 
 import contextvars
-import importlib
 import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
-from typing import Any, TextIO
+from typing import TextIO
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from moot.core.errors import ConfigError
 
@@ -64,79 +67,50 @@ traceparent_var: contextvars.ContextVar[str] = contextvars.ContextVar("tracepare
 """Where the trace of this task's request goes on: the caller's context at first, then that of our own span."""
 
 
-class Span:
-    """A request's stay here. This one records nothing: it stands for all while tracing is off."""
+_PROPAGATOR = TraceContextTextMapPropagator()
 
-    traceparent = ""
-    """For the messages of the request: its context as W3C Trace Context writes it, or nothing."""
+
+class Span:
+    """A request's stay in this process. While tracing is off it records nothing, and stands for its caller's."""
+
+    def __init__(self, span: trace.Span = trace.INVALID_SPAN) -> None:
+        self._span = span
+
+    @property
+    def traceparent(self) -> str:
+        """For the messages of the request: its context as W3C Trace Context writes it, or nothing."""
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, trace.set_span_in_context(self._span, Context()))
+        return carrier.get("traceparent", "")
 
     def note(self, **attributes: Value) -> None:
         """Facts for whoever looks at it; names get the prefix `moot.`."""
+        if self._span.is_recording():
+            self._span.set_attributes({f"moot.{name}": value for name, value in attributes.items()})
 
     def end(self, error: str = "") -> None:
         """Once. `error`: the name of what ended it, if it failed."""
-
-
-class _Recorded(Span):
-    def __init__(self, span: Any, traceparent: str, failed: Any) -> None:
-        self._span = span
-        self._failed = failed
-        self.traceparent = traceparent
-
-    def note(self, **attributes: Value) -> None:
-        for name, value in attributes.items():
-            self._span.set_attribute(f"moot.{name}", value)
-
-    def end(self, error: str = "") -> None:
         if error:
-            self._span.set_status(self._failed, error)
+            self._span.set_status(trace.StatusCode.ERROR, error)
         self._span.end()
 
 
 class Tracing:
-    """Of one process. `begin` may be called from any thread; spans leave by a thread of their own."""
+    """Of one process. `begin` may be called from any thread; spans leave by a thread of their own.
+
+    `close`: sends what is left, for at most a few seconds.
+    """
+
+    def __init__(self, tracer: trace.Tracer | None = None, close: Callable[[], None] = lambda: None) -> None:
+        self._tracer = tracer or trace.NoOpTracer()
+        self.close = close
 
     def begin(self, name: str, parent: str = "", **attributes: Value) -> Span:
         """A span that somebody has to end. `parent`: the context that came with the request."""
-        return _NOTHING
-
-    def close(self) -> None:
-        """Send what is left, for at most a few seconds."""
-
-
-class _Exported(Tracing):
-    def __init__(self, service: str) -> None:
-        trace, sdk, export, otlp, resources, propagation = map(_imported, _MODULES)
-        attributes = {"service.name": f"moot-{service}", "service.version": version("moot")}
-        self._provider = sdk.TracerProvider(resource=resources.Resource.create(attributes))
-        self._provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter()))
-        self._tracer = self._provider.get_tracer("moot")
-        self._propagator = propagation.TraceContextTextMapPropagator()
-        self._in_span = trace.set_span_in_context
-        self._failed = trace.StatusCode.ERROR
-
-    def begin(self, name: str, parent: str = "", **attributes: Value) -> Span:
-        parents = self._propagator.extract({"traceparent": parent}) if parent else None
-        span = self._tracer.start_span(name, context=parents)
-        carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, context=self._in_span(span))
-        recorded = _Recorded(span, carrier.get("traceparent", ""), self._failed)
-        recorded.note(**attributes)
-        return recorded
-
-    def close(self) -> None:
-        self._provider.shutdown()
-
-
-_NOTHING = Span()
-_MODULES = (
-    "opentelemetry.trace",
-    "opentelemetry.sdk.trace",
-    "opentelemetry.sdk.trace.export",
-    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
-    "opentelemetry.sdk.resources",
-    "opentelemetry.trace.propagation.tracecontext",
-)
+        context = _PROPAGATOR.extract({"traceparent": parent}, Context()) if parent else Context()
+        span = Span(self._tracer.start_span(name, context))
+        span.note(**attributes)
+        return span
 
 
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -150,12 +124,17 @@ def checked_traceparent(header: str | None) -> str:
 def open_tracing(service: str, environ: Mapping[str, str] | None = None) -> Tracing:
     """Whatever the environment says. Raises ConfigError where it names a collector and the packages are missing."""
     environ = os.environ if environ is None else environ
-    return _Exported(service) if any(environ.get(name) for name in ENDPOINTS) else Tracing()
-
-
-def _imported(name: str) -> Any:
+    if not any(environ.get(name) for name in ENDPOINTS):
+        return Tracing()
     try:
-        return importlib.import_module(name)
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         problem = f"{ENDPOINTS[1]} is set, and OpenTelemetry is not installed: pip install 'moot[tracing]'"
         raise ConfigError(problem) from error
+    resource = Resource.create({"service.name": f"moot-{service}", "service.version": version("moot")})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return Tracing(provider.get_tracer("moot"), provider.shutdown)

@@ -37,7 +37,7 @@ class Cores:
     A job has threads, which wait for each other all along. Jobs of one thread are short and wake up with precedence:
     while they are no more than the cores they run at full speed, and a job of several threads gets what they leave,
     though never less than its fair share. A pure model of Linux's scheduler at a distance; how near it comes is
-    measured (lab/bench/simulate.py --validate).
+    measured (lab.bench.simulate --validate).
     """
 
     def __init__(self, timeline: Timeline, num_cores: int) -> None:

@@ -153,8 +153,8 @@ class Request:
             box.close()
         else:
             self._work(self._plan.ask_s / 2, put)
-            self._timeline.after(self._plan.soft_deadline_s, box.soft_deadline)
-            self._timeline.after(self._plan.hard_deadline_s, box.close)
+            self._timeline.after(self._plan.ballots.soft_deadline_s, box.soft_deadline)
+            self._timeline.after(self._plan.ballots.hard_deadline_s, box.close)
 
     def _chosen(self) -> list[tuple[int, DraftSession]]:
         """The sessions that a round asks, each with the number of its pool."""
@@ -249,7 +249,7 @@ class _Box:
             self.close()
 
     def soft_deadline(self) -> None:
-        if self.plan.num_speculative_tokens and len(self.proposals) >= self._request.plan.quorum * (
+        if self.plan.num_speculative_tokens and len(self.proposals) >= self._request.plan.ballots.quorum * (
             len(self.proposals) + len(self.open)
         ):
             self.close()

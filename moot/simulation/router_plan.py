@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moot.core.options import part
+from moot.core.speculation.ballots import BallotPolicy
+
 
 @dataclass(frozen=True, slots=True)
 class RouterPlan:
@@ -17,9 +20,7 @@ class RouterPlan:
     ask_s: float = 0.0
     behind_s: float = 0.00015
     network_s: float = 0.0002
-    soft_deadline_s: float = 0.05
-    hard_deadline_s: float = 0.25
-    quorum: float = 0.5
+    ballots: BallotPolicy = part(BallotPolicy)
     detect_s: float = 0.01
     """From the loss of a peer to the moment at which its requests go on elsewhere."""
     beside_s: tuple[float, ...] = ()

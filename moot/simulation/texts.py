@@ -1,7 +1,7 @@
 """What requests are about: their own text, and what each drafter proposes at each place of it.
 
 `RandomTexts` draws: a drafter's token at depth j is right with a chance that is given per depth, and drafters may be
-wrong together. A recorded text with real proposers is another `Texts` (lab/bench/simulate.py has one).
+wrong together. A recorded text with real proposers is another `Texts` (lab.bench.simulate has one).
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from moot.core.acceptance import walk
 from moot.core.gathering import CPU_SHARE, Gathering
-from moot.core.scheduler import Batch, Limits, Scheduler
+from moot.core.options import option, part
+from moot.core.scheduler import Batch, BatchOptions, Limits, Scheduler
 from moot.core.types import Draft, Verification
 from moot.simulation.costs import StepCost
 from moot.simulation.events import Action, Cores, Timeline
@@ -26,11 +27,15 @@ class VerifierPlan:
     shared. `noise`: each step takes up to so much more or less, as a part of its time."""
 
     cost: StepCost
-    batching: str = "ready"
+    batching: str = option(
+        "ready",
+        help="what a step takes: what is ready (a verifier on a GPU), that after a moment's wait for those who usually "
+        "come so soon (on a CPU), all requests, or two halves in turns",
+        choices=BATCHINGS,
+    )
     gather_share: float = CPU_SHARE
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
-    prefill_chunk_tokens: int = 256
+    batches: BatchOptions = part(BatchOptions)
     kv_tokens: int = 1 << 20
     threads: int = 1
     noise: float = 0.0
@@ -85,8 +90,8 @@ class Verifier:
         groups = 2 if plan.batching == "dual" else 1
         limits = Limits(
             -(-plan.max_num_seqs // groups),
-            plan.max_num_batched_tokens,
-            plan.prefill_chunk_tokens,
+            plan.batches.max_num_batched_tokens,
+            plan.batches.prefill_chunk_tokens,
             plan.kv_tokens // self.PAGE_TOKENS // groups,
             self.PAGE_TOKENS,
         )

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from moot.core.speculation.panel import PAYING
-from moot.core.speculation.policy import PoolPolicy, make_policy
+from moot.core.options import Options, option, part
+from moot.core.speculation.policy import PoolPolicy, SpeculationOptions, make_policy
 from moot.simulation.drafters import DrafterPool, DraftSession, PoolPlan
 from moot.simulation.events import Cores, Server, Timeline
 from moot.simulation.requests import Request
@@ -17,11 +17,24 @@ from moot.simulation.verifiers import Verifier, VerifierPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class Course(Options):
+    """What happens when, in simulated seconds from the start. What is lost is lost for good."""
+
+    warm_up_s: float = option(5.0, help="simulated seconds before counting", minimum=0)
+    measure_s: float = option(10.0, help="simulated seconds counted", above=0)
+    fail_at_s: float | None = option(None, help="simulated seconds after which parts are lost; none: never")
+    failed_drafters: float = option(
+        0.0, help="part of the drafter replicas that is lost then, 0 to 1", minimum=0, maximum=1
+    )
+    failed_verifiers: float = option(
+        0.0, help="part of the verifiers that is lost then, 0 to below 1", minimum=0, below=1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario(Course):
     """Sizes, costs and events. `concurrency`: requests per verifier that are always under way (a new one for each that
-    ends). `num_cores`: all processes share so many; 0: each has its own. Times in simulated seconds: counted is
-    `measure_s` after `warm_up_s`; at `fail_at_s` (from the start; None: never) the given parts of all drafter replicas
-    and of all verifiers are lost for good."""
+    ends). `num_cores`: all processes share so many; 0: each has its own."""
 
     verifier: VerifierPlan
     pools: tuple[PoolPlan, ...]
@@ -30,15 +43,7 @@ class Scenario:
     num_routers: int = 1
     concurrency: int = 16
     num_cores: int = 0
-    max_speculative_tokens: int = 8
-    max_draft_tokens: int = 16
-    shape: str = "tree"
-    asks: str = PAYING
-    warm_up_s: float = 5.0
-    measure_s: float = 10.0
-    fail_at_s: float | None = None
-    failed_drafters: float = 0.0
-    failed_verifiers: float = 0.0
+    speculation: SpeculationOptions = part(SpeculationOptions)
     slice_s: float = 0.25
     num_requests: int | None = None
     """So many requests, then the end, whatever the times say; None: for ever."""
@@ -76,10 +81,7 @@ class Outcome:
 def make_pool_policy(scenario: Scenario) -> PoolPolicy:
     """What a router of this scenario starts with."""
     return make_policy(
-        shape=scenario.shape,
-        asks=scenario.asks,
-        num_speculative_tokens=scenario.max_speculative_tokens,
-        max_draft_tokens=scenario.max_draft_tokens,
+        scenario.speculation,
         families={plan.drafter_id: plan.family or plan.drafter_id for plan in scenario.pools},
     )
 

@@ -82,7 +82,9 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         self._running = asyncio.Event()
         self._running.set()
         self._step_counter = 0
-        self._num_computing = 0
+        self._computing: list[tuple[_Stream, pb.VerifyCommand]] = []
+        self._over: set[tuple[_Stream, int]] = set()
+        """Sessions that have ended before their opening was computed: it is answered, and opens nothing."""
         self._engine: asyncio.Task[None] | None = None
         self._killing: asyncio.Task[None] | None = None
 
@@ -97,7 +99,8 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)
         self._queue.clear()
-        self._num_computing = 0
+        self._computing.clear()
+        self._over.clear()
         await super().kill()
 
     def freeze(self) -> None:
@@ -127,7 +130,7 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         kind = command.WhichOneof("command")
         if kind == "heartbeat":
             if self.answer_heartbeats:
-                queued = len(self._queue) + self._num_computing
+                queued = len(self._queue) + len(self._computing)
                 beat = pb.Heartbeat(
                     step_counter=self._step_counter, num_queued=queued, num_sessions=len(stream.sessions)
                 )
@@ -135,11 +138,17 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
             return
         self.counts[str(kind)] += 1
         if kind in ("finish", "abort"):
-            stream.sessions.pop(command.session_id, None)
+            self._end(stream, command.session_id)
             return
         self._queue.append((stream, command))
         self.largest_queue = max(self.largest_queue, len(self._queue))
         self._work.set()
+
+    def _end(self, stream: _Stream, session_id: int) -> None:
+        stream.sessions.pop(session_id, None)
+        for one, command in (*self._queue, *self._computing):
+            if one is stream and command.session_id == session_id and command.HasField("open"):
+                self._over.add((stream, session_id))
 
     async def _run(self) -> None:
         while True:
@@ -151,20 +160,23 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
                 self._work.clear()
             if not batch:
                 continue
-            self._num_computing = len(batch)
+            self._computing = batch
             self.largest_batch = max(self.largest_batch, len(batch))
             num_tokens = sum(1 + len(command.verify.draft_token_ids) for _, command in batch)
             await self._running.wait()
             await asyncio.sleep(self.step_s + self.step_per_token_s * num_tokens)
             await self._running.wait()
             self._step_counter += 1
-            self._num_computing = 0
+            self._computing = []
             for stream, command in batch:
                 if self._kills(stream, command):
                     self._killing = asyncio.create_task(self.kill())
                     return
                 for answer in self._answers(stream, command, len(batch), num_tokens):
                     stream.answers.put(answer)
+                if (stream, command.session_id) in self._over:
+                    self._over.discard((stream, command.session_id))
+                    stream.sessions.pop(command.session_id, None)
 
     def _kills(self, stream: _Stream, command: pb.VerifyCommand) -> bool:
         session = stream.sessions.get(command.session_id)

@@ -23,7 +23,7 @@ def main() -> int:
             description="One drafter: proposes the next tokens of texts to routers.",
             example="python -m services.drafter --kind suffix --tokenizer models/target --port 7200",
         )
-        setup_logging("drafter", config.log_level)
+        setup_logging("drafter", config.service.log_level)
         if config.kind in MODEL_FREE_KINDS:
             keep_torch_out()
         asyncio.run(serve(config))

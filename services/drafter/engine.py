@@ -62,7 +62,7 @@ class DrafterEngine:
     def is_alive(self) -> bool:
         """Whether the thread runs and has not been busy with one batch for longer than the stall limit."""
         since = self._busy_since
-        stalled = since is not None and self._clock() - since > self._config.stall_limit_s
+        stalled = since is not None and self._clock() - since > self._config.service.stall_limit_s
         return self.is_running and not stalled
 
     def start(self, worker: WorkerThread | None = None) -> None:
@@ -77,13 +77,13 @@ class DrafterEngine:
         with self._condition:
             self._condition.notify()
         if self._worker is not None:
-            self._worker.join(self._config.stop_timeout_s)
+            self._worker.join(self._config.service.stop_timeout_s)
 
     def submit(self, stream: Stream, commands: Sequence[Command]) -> None:
         """Queue commands in order. Raises NoCapacity when too many of this stream wait: it is to be ended."""
         with self._condition:
-            if self._num_queued[id(stream)] + len(commands) > self._config.max_queued_commands:
-                raise NoCapacity(f"more than {self._config.max_queued_commands} commands wait")
+            if self._num_queued[id(stream)] + len(commands) > self._config.service.max_queued_commands:
+                raise NoCapacity(f"more than {self._config.service.max_queued_commands} commands wait")
             self._num_queued[id(stream)] += len(commands)
             self._inbox.extend((stream, command) for command in commands)
             self._condition.notify()
@@ -109,7 +109,7 @@ class DrafterEngine:
             self._metrics.num_sessions.set(0)
 
     def _rest(self) -> None:
-        if self._table.close_idle(self._clock() - self._config.session_idle_limit_s):
+        if self._table.close_idle(self._clock() - self._config.service.session_idle_limit_s):
             self._metrics.num_sessions.set(len(self._table))
         self._busy_since = None
         with self._condition:

@@ -59,14 +59,16 @@ async def serve(
 ) -> None:
     """Run until SIGTERM. `make` is called on the thread that drafts."""
     metrics = Metrics("drafter")
-    tls = open_tls(config, "drafter", metrics)
+    tls = open_tls(config.tls, "drafter", metrics)
     worker = WorkerThread("drafter")
     proposer, info = await asyncio.wrap_future(worker.submit(lambda: make(config)))
     engine = DrafterEngine(proposer, config, metrics, info.vocab_size)
     description = description_to_pb(config.kind, proposer.family, info)
     drafter_id = config.drafter_id or config.kind
     metrics.drafter_info.labels(drafter_id, config.kind).set(1)
-    servicer = DrafterServicer(engine, description, drafter_id, config.max_queued_answers, config.max_message_bytes)
+    servicer = DrafterServicer(
+        engine, description, drafter_id, config.service.max_queued_answers, config.link.max_message_bytes
+    )
     server = GrpcServer(config.link, [SERVICE], tls=tls)
     add_DrafterServiceServicer_to_server(servicer, server.server)
     engine.start(worker)
@@ -74,12 +76,8 @@ async def serve(
         await run_until_terminated(
             server,
             metrics,
-            host=config.host,
-            port=config.port,
-            metrics_port=config.metrics_port,
-            ready_file=config.ready_file,
-            drain=lambda: servicer.drain(config.drain_grace_s),
-            drain_grace_s=config.drain_grace_s,
+            config.service,
+            drain=lambda: servicer.drain(config.service.drain_grace_s),
             alive=lambda: engine.is_alive,
         )
     finally:

@@ -24,7 +24,7 @@ def main() -> int:
             example="python -m services.router --model ./model --verifiers 127.0.0.1:7100 "
             "--drafters neural=127.0.0.1:7200 --in-process-drafters suffix,prompt_lookup",
         )
-        setup_logging("router", config.log_level)
+        setup_logging("router", config.service.log_level)
         if config.workers > 1:
             serve_workers(config, sys.argv[1:])
             return 0

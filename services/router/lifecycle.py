@@ -80,17 +80,7 @@ class Peers:
             self.on_state,
             lambda drafter: self.electorate.admit_inside(drafter.drafter_id, drafter.family),
         )
-        policy = make_policy(
-            vote=config.vote,
-            shape=config.shape,
-            weights=config.weights,
-            length=config.length,
-            num_speculative_tokens=config.num_speculative_tokens,
-            max_draft_tokens=config.max_draft_tokens,
-            cascade=config.cascade,
-            asks=config.asks,
-            priors=parse_priors(config.drafter_priors),
-        )
+        policy = make_policy(config.speculation, priors=parse_priors(config.drafter_priors))
         self.electorate = Electorate(policy, config.ballot_policy, metrics)
         self.pools = {
             drafter_id: DrafterPool(
@@ -101,7 +91,7 @@ class Peers:
                 metrics,
                 self.on_state,
                 policy.admit,
-                round(config.vote_hard_deadline_ms),
+                round(config.ballot_policy.hard_deadline_ms),
             )
             for drafter_id in parse_drafters(config.drafters)
         }
@@ -168,7 +158,7 @@ class Peers:
             self._last_served = time.monotonic()
         _count_states(self._metrics, "verifier", self.targets.all_links)
         _count_states(self._metrics, "drafter", [link for pool in self.pools.values() for link in pool.links.values()])
-        drafts = self._config.num_speculative_tokens > 0
+        drafts = self._config.speculation.num_speculative_tokens > 0
         available = [drafter_id for drafter_id, pool in self.pools.items() if pool.is_available]
         self.electorate.note_available(available)
         alone = drafts and not self.local and not available
@@ -189,11 +179,11 @@ class Peers:
     def refusal(self) -> MootError | None:
         """New requests wait for a verifier as long as one was there a moment ago, and are refused after that."""
         if self.draining:
-            return Draining("this router is going away", self._config.retry_after_s)
+            return Draining("this router is going away", self._config.limits.retry_after_s)
         if self.targets.is_available:
             self._last_served = time.monotonic()
-        elif time.monotonic() - self._last_served > self._config.no_verifier_wait_s:
-            return NoCapacity("no verifier can be reached", self._config.retry_after_s, "verifiers")
+        elif time.monotonic() - self._last_served > self._config.target_policy.no_verifier_wait_s:
+            return NoCapacity("no verifier can be reached", self._config.limits.retry_after_s, "verifiers")
         return None
 
     def places(self) -> Places | None:
@@ -203,7 +193,7 @@ class Peers:
         """Verifiers of several routers are full before each of these knows it: whoever has been let in waits for a
         moment, and nobody else is let in meanwhile."""
         if self.targets.num_without_room:
-            return NoCapacity("the verifiers are full", self._config.retry_after_s, "places")
+            return NoCapacity("the verifiers are full", self._config.limits.retry_after_s, "places")
         return None
 
 
@@ -244,21 +234,22 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
     """Serve until SIGTERM; then readiness off, new requests refused, running ones finished, everything closed."""
     terminated = terminated or termination_event()
     metrics, tracing = Metrics("router"), open_tracing("router")
-    tls = open_tls(config, "router", metrics)
-    metrics.num_requests_limit.set(config.http.max_choices_in_flight)
+    service, http = config.service, config.http
+    tls = open_tls(config.tls, "router", metrics)
+    metrics.num_requests_limit.set(http.max_choices_in_flight)
     tokenizer = load_tokenizer(config.model, config.revision)
     keys = ApiKeys.from_keys(config.api_key)
     if config.api_keys_file is not None:
         keys = keys | ApiKeys.from_file(config.api_keys_file)
     peers = Peers(config, tokenizer, metrics, tls)
     store = await open_store(config.store, lambda up: _note_store(metrics, up))
-    model = ServedModel(config.served_model_names[0], tokenizer_fingerprint(tokenizer))
+    model = ServedModel(http.served_model_names[0], tokenizer_fingerprint(tokenizer))
     rounds = Rounds(peers.targets, peers.electorate, store, model, metrics, config.max_buffered_spans)
     watch = LoopWatch(config.stall_limit_s)
     app = create_app(
         rounds,
         tokenizer,
-        config.http,
+        http,
         state=peers,
         metrics=metrics,
         api_keys=keys,
@@ -271,26 +262,26 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
     router_service_pb2_grpc.add_RouterServiceServicer_to_server(RouterServicer(app.state.front, keys), server.server)
     admin = AdminServer(
         metrics,
-        host=config.host,
-        port=config.metrics_port,
+        host=service.host,
+        port=service.metrics_port,
         alive=watch.alive,
         ready=lambda: not terminated.is_set() and peers.refusal() is None and peers.model_info() is not None,
     )
     drain = asyncio.create_task(_drain(terminated, peers, server))
     try:
         peers.start()
-        await server.start(config.host, config.grpc_port)
+        await server.start(service.host, config.grpc_port)
         await server.set_serving(True)
         settle()
         await serve_http(
             app,
-            config.host,
+            service.host,
             config.port,
             stop=terminated,
-            drain_timeout_s=config.drain_grace_s,
+            drain_timeout_s=service.drain_grace_s,
             reuse_port=config.reuse_port,
             on_ready=lambda port: write_ready_file(
-                config.ready_file, port=port, grpc_port=server.port, metrics_port=admin.port
+                service.ready_file, port=port, grpc_port=server.port, metrics_port=admin.port
             ),
         )
     finally:

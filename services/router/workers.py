@@ -11,19 +11,14 @@ The metrics of several workers as one exposition: every sample once per worker, 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
-import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -32,10 +27,10 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from moot.core.errors import MootError
+from moot.client import Client, RequestFailed
 from moot.rpc.server import write_ready_file
 from moot.runtime.admin import AdminServer
-from moot.runtime.supervisor import tied_to_this_process
+from moot.runtime.supervisor import Supervisor
 from services.router.api.http.server import bind
 from services.router.config import RouterConfig
 
@@ -83,151 +78,86 @@ def merged(texts: Mapping[str, str]) -> list[Metric]:
 
 def _scrape(address: str) -> str:
     try:
-        with urllib.request.urlopen(f"{address}/metrics", timeout=_TIMEOUT_S) as answer:
-            return str(answer.read().decode())
-    except OSError as error:
-        _log.warning("a worker's metrics are missing", extra={"cause": type(error).__name__})
+        return Client(address, timeout_s=_TIMEOUT_S).get("/metrics").decode()
+    except RequestFailed as error:
+        _log.warning("a worker's metrics are missing", extra={"cause": str(error)})
         return ""
 
 
 _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 1.0
-_BACKOFF_MIN_S, _BACKOFF_MAX_S = 0.5, 30.0
-_STEADY_S = 60.0
-"""A worker that has served for so long is replaced at once when it ends."""
 _LAST_WORDS_S = 10.0
 """Of a worker after its own drain."""
 
 
-class WorkerFailed(MootError):
-    """A worker could not even start; what kept it from it stands above in the log."""
-
-
-@dataclass(slots=True)
-class Worker:
-    """One process. `metrics_port` is 0 until it serves."""
-
-    index: int
-    ready_file: Path
-    process: subprocess.Popen[bytes] | None = None
-    metrics_port: int = 0
-    ready_at: float = 0.0
-    start_at: float = 0.0
-    num_failures: int = 0
-
-
-@dataclass(slots=True)
 class Workers:
-    """`argv`: the flags that the parent was started with, which its workers get too."""
+    """The workers of one parent, which `supervisor` runs and has no other children."""
 
-    config: RouterConfig
-    argv: Sequence[str]
-    folder: Path
-    ports: tuple[int, int]
-    """HTTP and gRPC, as bound."""
-    workers: list[Worker] = field(default_factory=list)
-    have_served: bool = False
-    """Whether all have been ready once."""
+    def __init__(self, config: RouterConfig, supervisor: Supervisor) -> None:
+        self._config = config
+        self._supervisor = supervisor
+        self.have_served = False
+        """Whether all have been ready at a time. Before that an end ends all, after it the worker is replaced."""
 
-    def start(self) -> None:
-        for index in range(self.config.workers):
-            worker = Worker(index, self.folder / f"worker-{index}.ready")
-            self.workers.append(worker)
-            self._start(worker)
+    def start(self, argv: Sequence[str], http_port: int, grpc_port: int) -> None:
+        """`argv`: the flags that the parent was started with, which its workers get too."""
+        ports = ("--port", str(http_port), "--grpc-port", str(grpc_port), "--metrics-port", "0")
+        flags = [*argv, "--workers", "1", "--reuse-port", "true", *ports]
+        for index in range(self._config.workers):
+            # All of the environment: what sets the parent sets its workers.
+            self._supervisor.service(f"worker-{index}", "router", flags, environ=os.environ, logged=False)
 
-    def tend(self, now: float) -> None:
-        """Take note of who serves and who has ended. Raises WorkerFailed when one ends before all have served once."""
-        for worker in self.workers:
-            if worker.process is None:
-                if now >= worker.start_at:
-                    self._start(worker)
-            elif (status := worker.process.poll()) is not None:
-                self._ended(worker, status, now)
-            elif not worker.metrics_port and worker.ready_file.exists():
-                worker.metrics_port = int(json.loads(worker.ready_file.read_text())["metrics_port"])
-                worker.ready_at = now
+    def check(self) -> bool:
+        """Take note of who serves and who has ended; True when all serve for the first time.
 
-    @property
-    def all_serve(self) -> bool:
-        return all(worker.metrics_port for worker in self.workers)
-
-    def stop(self) -> None:
-        """Every worker drains, all at once; those that do not end after it are killed."""
-        running = [worker.process for worker in self.workers if worker.process is not None]
-        for process in running:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + self.config.drain_grace_s + _LAST_WORDS_S
-        for process in running:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _log.error("worker killed", extra={"worker_pid": process.pid})
-                process.kill()
-                process.wait()
+        Raises ChildFailed when one ends before that.
+        """
+        self._supervisor.check()
+        children = self._supervisor.children
+        if self.have_served or not all(child.facts for child in children):
+            return False
+        for child in children:
+            child.replaced = True
+        self.have_served = True
+        return True
 
     def addresses(self) -> dict[str, str]:
         """Of the metrics ports of those that serve, by the worker's number."""
-        host = self.config.host if self.config.host not in ("", "0.0.0.0") else "127.0.0.1"
+        host = self._config.service.host
+        host = host if host not in ("", "0.0.0.0") else "127.0.0.1"
         host = f"[{host if host != '::' else '::1'}]" if ":" in host else host
-        serving = [worker for worker in list(self.workers) if worker.metrics_port]
-        return {str(worker.index): f"http://{host}:{worker.metrics_port}" for worker in serving}
+        facts = [child.facts for child in list(self._supervisor.children)]
+        return {str(index): f"http://{host}:{one['metrics_port']}" for index, one in enumerate(facts) if one}
 
     def any_says_yes(self, path: str) -> bool:
-        return any(_says_yes(address + path) for address in self.addresses().values())
-
-    def _start(self, worker: Worker) -> None:
-        worker.ready_file.unlink(missing_ok=True)
-        worker.metrics_port = 0
-        http_port, grpc_port = self.ports
-        own = {
-            "--workers": "1",
-            "--reuse-port": "true",
-            "--port": str(http_port),
-            "--grpc-port": str(grpc_port),
-            "--metrics-port": "0",
-            "--ready-file": str(worker.ready_file),
-        }
-        flags = [part for pair in own.items() for part in pair]
-        command = tied_to_this_process([sys.executable, "-m", "services.router", *self.argv, *flags])
-        # A session of its own: Ctrl-C is for the parent, which lets the workers drain.
-        worker.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-        _log.info("worker started", extra={"worker": worker.index, "worker_pid": worker.process.pid})
-
-    def _ended(self, worker: Worker, status: int, now: float) -> None:
-        if not self.have_served:
-            raise WorkerFailed(f"worker {worker.index} ended with status {status} before it served")
-        steady = worker.metrics_port and now - worker.ready_at >= _STEADY_S
-        worker.num_failures = 0 if steady else worker.num_failures + 1
-        pause = 0.0 if steady else min(_BACKOFF_MIN_S * 2.0 ** min(worker.num_failures - 1, 16), _BACKOFF_MAX_S)
-        worker.process, worker.metrics_port, worker.start_at = None, 0, now + pause
-        _log.error("worker ended", extra={"worker": worker.index, "status": status, "restart_s": pause})
+        return any(_says_yes(address, path) for address in self.addresses().values())
 
 
 def serve_workers(config: RouterConfig, argv: Sequence[str]) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError for ports that cannot be had, and WorkerFailed."""
+    """Serve until SIGTERM or SIGINT. Raises ConfigError for ports that cannot be had, and ChildFailed."""
     stop = _stop_signal()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moot-router-")))
-        held = [stack.enter_context(_hold(config.host, port)) for port in (config.port, config.grpc_port)]
+        held = [stack.enter_context(_hold(config.service.host, port)) for port in (config.port, config.grpc_port)]
         http_port, grpc_port = (int(one.getsockname()[1]) for one in held)
-        workers = Workers(config, argv, folder, (http_port, grpc_port))
+        supervisor = Supervisor(folder, grace_s=config.service.drain_grace_s + _LAST_WORDS_S, say=_log.error)
+        workers = Workers(config, supervisor)
         admin = AdminServer(
             WorkerMetrics(workers.addresses),
-            host=config.host,
-            port=config.metrics_port,
+            host=config.service.host,
+            port=config.service.metrics_port,
             alive=lambda: not workers.have_served or workers.any_says_yes("/livez"),
             ready=lambda: not stop.is_set() and workers.any_says_yes("/readyz"),
         )
         stack.callback(admin.close)
-        stack.callback(workers.stop)
-        workers.start()
+        stack.enter_context(supervisor)
+        workers.start(argv, http_port, grpc_port)
         while not stop.wait(_POLL_S):
-            workers.tend(time.monotonic())
-            if not workers.have_served and workers.all_serve:
-                workers.have_served = True
-                write_ready_file(config.ready_file, port=http_port, grpc_port=grpc_port, metrics_port=admin.port)
-        _log.info("draining", extra={"workers": len(workers.workers)})
+            if workers.check():
+                write_ready_file(
+                    config.service.ready_file, port=http_port, grpc_port=grpc_port, metrics_port=admin.port
+                )
+        _log.info("draining", extra={"workers": config.workers})
 
 
 def _hold(host: str, port: int) -> socket.socket:
@@ -248,9 +178,9 @@ def _stop_signal() -> threading.Event:
     return stop
 
 
-def _says_yes(url: str) -> bool:
+def _says_yes(address: str, path: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=_PROBE_TIMEOUT_S) as answer:
-            return bool(answer.status == 200)
-    except OSError:
+        Client(address, timeout_s=_PROBE_TIMEOUT_S).get(path)
+    except RequestFailed:
         return False
+    return True

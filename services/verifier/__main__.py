@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         from services.verifier.service import serve  # brings torch: help and wrong flags are answered before
 
-        setup_logging("verifier", config.log_level)
+        setup_logging("verifier", config.service.log_level)
         return asyncio.run(serve(config))
     except MootError as error:
         print(f"error: {error}", file=sys.stderr)

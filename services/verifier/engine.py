@@ -66,7 +66,7 @@ class Engine:
         self._intake = Intake(
             config.max_num_seqs + config.max_waiting_seqs,
             config.max_waiting_tokens,
-            config.max_queued_commands,
+            config.service.max_queued_commands,
             self.info.context_limit,
         )
         self.serving = Serving(runner, self.info, config, self._intake, self.metrics, self._progress, tracing)
@@ -107,7 +107,7 @@ class Engine:
     def is_alive(self) -> bool:
         """Whether the compute thread runs and has shown progress within `stall_limit_s`; an idle one does, too."""
         stalled_s = (time.monotonic_ns() - self._progress_ns) / 1e9
-        return self.is_running and stalled_s <= self.config.stall_limit_s
+        return self.is_running and stalled_s <= self.config.service.stall_limit_s
 
     def start(self, worker: WorkerThread | None = None) -> None:
         """Compute on `worker` from now on, the thread that made the runner. It ends with the engine."""
@@ -125,7 +125,7 @@ class Engine:
         self._stopping = True
         self._intake.wake()
         if self._worker is not None:
-            self._worker.join(self.config.stop_timeout_s)
+            self._worker.join(self.config.service.stop_timeout_s)
 
     def step(self) -> bool:
         """Take what has arrived, compute one batch, deliver the answers. False: there was nothing to compute."""

@@ -76,10 +76,10 @@ def make_runner(config: VerifierConfig) -> ModelRunner:
     """Load the target model. Raises ModelRefused, and ConfigError where deterministic mode is on and does not hold."""
     loaded = load_model(
         config.model,
-        config.device,
-        config.dtype,
+        config.compute.device,
+        config.compute.dtype,
         config.revision,
-        config.num_threads or None,
+        config.compute.num_threads or None,
         native=config.native_kernels,
     )
     capacity = kv_capacity_tokens(config, loaded.kv_shape, loaded.info.context_limit)
@@ -112,7 +112,7 @@ def make_engine(
 async def serve(config: VerifierConfig) -> int:
     """Serve until SIGTERM. Returns the exit status: 1 when the compute thread could not go on."""
     metrics, tracing = Metrics("verifier"), open_tracing("verifier")
-    tls = open_tls(config, "verifier", metrics)
+    tls = open_tls(config.tls, "verifier", metrics)
     terminated, loop, died = termination_event(), asyncio.get_running_loop(), []
 
     def on_death() -> None:
@@ -133,12 +133,8 @@ async def serve(config: VerifierConfig) -> int:
         await run_until_terminated(
             server,
             metrics,
-            host=config.host,
-            port=config.port,
-            metrics_port=config.metrics_port,
-            ready_file=config.ready_file,
+            config.service,
             drain=servicer.drain,
-            drain_grace_s=config.drain_grace_s,
             alive=lambda: engine.is_alive,
             terminated=terminated,
         )

@@ -106,8 +106,8 @@ class PeerStream:
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._queue: FrameQueue[pb.VerifyAnswer] = FrameQueue(
-            config.max_queued_answers,
-            max_frame_bytes=config.max_message_bytes,
+            config.service.max_queued_answers,
+            max_frame_bytes=config.link.max_message_bytes,
             size_of=lambda answer: answer.ByteSize(),
         )
         self._stream = engine.connect(self._deliver)
@@ -198,7 +198,7 @@ class VerifierServicer(pb_grpc.VerifierServiceServicer):
         # A cancelled call may leave the generator suspended at its yield: freeing does not wait for that.
         context.add_done_callback(lambda _: peer.close())  # type: ignore[arg-type]  # the stubs want a keyword name
         if self._draining:
-            peer.send(drain_to_pb(self._config.drain_grace_s))
+            peer.send(drain_to_pb(self._config.service.drain_grace_s))
         try:
             async for frame in peer.frames(request_iterator):
                 yield frame
@@ -228,6 +228,6 @@ class VerifierServicer(pb_grpc.VerifierServiceServicer):
         self._draining = True
         self._engine.drain()
         for peer in self._peers:
-            peer.send(drain_to_pb(self._config.drain_grace_s))
+            peer.send(drain_to_pb(self._config.service.drain_grace_s))
         while self._engine.stats.num_sessions:  # noqa: ASYNC110 - the count belongs to another thread
             await asyncio.sleep(DRAIN_POLL_S)

@@ -58,8 +58,8 @@ class Serving:
         self.scheduler: Scheduler[Session] = Scheduler(
             Limits(
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                prefill_chunk_tokens=config.prefill_chunk_tokens,
+                max_num_batched_tokens=config.batches.max_num_batched_tokens,
+                prefill_chunk_tokens=config.batches.prefill_chunk_tokens,
                 num_pages=runner.pool.capacity_tokens // PAGE_SLOTS,
                 page_tokens=PAGE_SLOTS,
             )
@@ -72,10 +72,10 @@ class Serving:
         walks = Walks(sampler, progress, batch_sampler)
         self.steps = StepRunner(runner, walks, progress, bool(drafters), self.sharing.give_up, self._count_shortage)
         self._pool = runner.pool
-        self._desk = Desk(info, config.max_draft_tokens, config.max_message_bytes, runner.new_cache)
+        self._desk = Desk(info, config.max_draft_tokens, config.link.max_message_bytes, runner.new_cache)
         self._intake = intake
         self._metrics = metrics
-        self._idle_limit_s = config.session_idle_limit_s
+        self._idle_limit_s = config.service.session_idle_limit_s
         # Where a step is as quick as a draft, half of the requests draft while the others are verified.
         usual = CPU_SHARE if runner.device.type == "cpu" else 0.0
         self.gathering = Gathering(usual if config.gather_share is None else config.gather_share)

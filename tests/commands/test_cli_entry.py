@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from moot.cli import COMMANDS
+from tests.waiting import GIVE_UP_S
 
 
 def moot(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -16,7 +17,7 @@ def moot(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "moot", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=GIVE_UP_S,
         env={**os.environ, **environ},
         check=False,
     )
@@ -58,7 +59,9 @@ def test_commands_that_need_no_model_import_no_torch() -> None:
     """`moot chat` on a laptop without torch, and an answer to --help in a moment."""
     modules = ", ".join(f"moot.commands.{name}" for name in COMMANDS)
     script = f"import sys, moot.cli, {modules}; assert not {{'torch', 'grpc', 'redis', 'services'}} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=GIVE_UP_S, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

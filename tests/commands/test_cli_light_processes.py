@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moot.testing.tiny_model import make_tiny_model
+from tests.waiting import GIVE_UP_S
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def facts_of(model: Path, prepare: str) -> tuple[str, bool]:
         "print(sys.modules.get('torch') is not None, t.tokenizer_fingerprint(k),"
         "k.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=True))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=GIVE_UP_S, check=True)
     with_torch, facts = done.stdout.split(" ", 1)
     return facts, with_torch == "True"
 

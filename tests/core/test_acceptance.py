@@ -116,7 +116,7 @@ def violations(rule: Rule, salt: int, draft_of: Callable[[tuple[int, ...]], Draf
     return ""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 1008), st.integers(0, 20), st.booleans(), st.data())
 def test_text_is_plain_decoding_for_any_tree(salt: int, max_new: int, ends: bool, data: st.DataObject) -> None:
     """Whatever the drafts, rounds emit plain decoding's ids, ended at the same token for the same reason."""
@@ -349,7 +349,7 @@ def test_malformed_drafts_have_a_reason(draft: Draft, reason: str) -> None:
 
 
 @given(drafts())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_wellformed_drafts_have_none(draft: Draft) -> None:
     """Every tree with parents first, distinct siblings and known ids is verified."""
     assert validate_draft(draft, VOCAB, 12) is None

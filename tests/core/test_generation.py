@@ -47,7 +47,7 @@ def broken_invariants(state: Generation) -> str:
 TEXT = (5, 6, 7, 5, 6, 8, END, 5, 6, 7, 5, 6, 8, 5, 5, 6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 12), st.booleans(), st.one_of(st.none(), st.integers(1, 12)), st.data())
 def test_a_request_ends_where_plain_decoding_does_and_its_counters_add_up(
     max_tokens: int, ignore_end: bool, stop_after: int | None, data: st.DataObject

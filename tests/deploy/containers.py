@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from moot.model.decoder.kernels.library import CPU_FLAGS
 from moot.model.rows import cpu_flags
 from tests.deploy.charts import NAMESPACE, Manifest, of_kind, one
+from tests.waiting import until
 
 DOCKER = "/usr/bin/docker"
 ENVIRON = {**os.environ, "DOCKER_HOST": os.environ.get("DOCKER_HOST") or "unix:///tmp/moot-engine/docker.sock"}
 NETWORK = "moot-test"
-START_S = 120.0
 
 needs_engine = pytest.mark.skipif(
     not os.environ.get("MOOT_DEPLOY_CONTAINERS"),
@@ -119,9 +118,8 @@ class Pod:
         if "httpGet" in probe:
             url = f"http://{self.address}:{probe['httpGet']['port']}{probe['httpGet']['path']}"
             try:
-                with urllib.request.urlopen(url, timeout=probe.get("timeoutSeconds", 1)) as answer:
-                    return bool(answer.status == 200)
-            except OSError:
+                return httpx.get(url, timeout=probe.get("timeoutSeconds", 1)).status_code == 200
+            except httpx.TransportError:
                 return False
         if "exec" in probe:
             done = subprocess.run(
@@ -135,8 +133,5 @@ class Pod:
         return True
 
     def await_probe(self, which: str) -> None:
-        deadline = time.monotonic() + START_S
-        while not self.probe(which):
-            assert self.status.startswith("running"), f"{self.name} ended: {self.logs()}"
-            assert time.monotonic() < deadline, f"{self.name}: no {which}: {self.logs()}"
-            time.sleep(0.2)
+        until(lambda: self.probe(which) or not self.status.startswith("running"), f"{which} of {self.name}", poll_s=0.2)
+        assert self.status.startswith("running"), f"{self.name} ended: {self.logs()}"

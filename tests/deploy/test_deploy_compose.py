@@ -61,8 +61,8 @@ def test_a_profile_is_a_whole_system(profile: tuple[str, ...], verifier: str) ->
         name = address.removeprefix("dns:///").removesuffix(":7200")
         assert found[name][1].drafter_id == drafter_id
     for _, config in found.values():
-        assert config.host == "0.0.0.0"
-    assert router.redis_url == "redis://redis:6379/0"
+        assert config.service.host == "0.0.0.0"
+    assert router.store.url == "redis://redis:6379/0"
     assert "redis" in services
 
 
@@ -78,12 +78,13 @@ def test_programs_are_confined_and_probed(profile: tuple[str, ...]) -> None:
     for name, (_, config) in programs(services).items():
         service = services[name]
         assert service["read_only"] is True
-        assert f":{config.metrics_port}/readyz" in service["healthcheck"]["test"][-1]
+        assert f":{config.service.metrics_port}/readyz" in service["healthcheck"]["test"][-1]
         (models,) = service["volumes"]
         assert models["read_only"] is True
         seconds = re.fullmatch(r"(?:(\d+)m)?(\d+)s", service["stop_grace_period"])
         assert seconds is not None
-        assert 60 * int(seconds[1] or 0) + int(seconds[2]) > config.drain_grace_s + getattr(config, "stop_timeout_s", 5)
+        grace_s = config.service.drain_grace_s + getattr(config.service, "stop_timeout_s", 5)
+        assert 60 * int(seconds[1] or 0) + int(seconds[2]) > grace_s
 
 
 def test_a_gpu_is_asked_for_where_a_program_computes_on_one() -> None:
@@ -111,6 +112,6 @@ def test_prometheus_scrapes_every_program() -> None:
     (job,) = config["scrape_configs"]
     for source in job["dns_sd_configs"]:
         scraped |= dict.fromkeys(source["names"], source["port"])
-    expected = {name: config.metrics_port for name, (_, config) in programs(composed()["services"]).items()}
+    expected = {name: config.service.metrics_port for name, (_, config) in programs(composed()["services"]).items()}
     assert scraped == expected
     assert (CHART / "files" / "rules").is_dir()

@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from moot.testing.tiny_model import make_tiny_model
 from tests.deploy.charts import ROOT, tool
 from tests.deploy.containers import ENVIRON, assert_kernels, docker, needs_engine
+from tests.waiting import until
 
 pytestmark = [pytest.mark.timeout(600), needs_engine]
 
@@ -73,29 +73,22 @@ def free_port() -> int:
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return json.loads(answer.read())
+    return httpx.get(url, timeout=10).raise_for_status().json()
 
 
 def test_compose_answers_and_is_watched(compose: dict[str, int]) -> None:
     """`docker compose up`: a completion is streamed, and Prometheus scrapes every program and has the chart's rules."""
     body = {"model": "org/tiny", "prompt": "one two one two", "max_tokens": 16, "stream": True}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{compose['HTTP']}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert answer.read().decode().rstrip().endswith("data: [DONE]")
+    answer = httpx.post(f"http://127.0.0.1:{compose['HTTP']}/v1/completions", json=body, timeout=60)
+    assert answer.text.rstrip().endswith("data: [DONE]")
     prometheus = f"http://127.0.0.1:{compose['PROMETHEUS']}/api/v1"
     expected = {"router", "verifier", "drafter-suffix", "drafter-lookup"}
-    deadline = time.monotonic() + 60
-    while True:
+
+    def scraped() -> set[str]:
         found = get(f"{prometheus}/query?query=moot_build_info")["data"]["result"]
-        if {one["metric"]["pod"] for one in found} == expected:
-            break
-        assert time.monotonic() < deadline, found
-        time.sleep(1)
+        return {one["metric"]["pod"] for one in found}
+
+    until(lambda: scraped() == expected, "every pod is scraped", poll_s=1)
     groups = get(f"{prometheus}/rules")["data"]["groups"]
     assert groups
     assert all(rule["health"] != "err" for group in groups for rule in group["rules"])

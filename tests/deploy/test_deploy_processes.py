@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +15,8 @@ import pytest
 
 from moot.testing.tiny_model import make_tiny_model
 from tests.deploy.charts import CHART, Manifest, one, pod_templates, render
+from tests.waiting import until
 
-START_S = 120.0
 KEY = "a-key-of-the-test"
 VALUES = {
     "model": {"name": "tiny", "source": "volume", "storage": {"existingClaim": "models"}},
@@ -51,11 +50,8 @@ class Program:
 
     @property
     def port(self) -> int:
-        deadline = time.monotonic() + START_S
-        while not self._ready.exists():
-            assert self.process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, self._log.read_text()
-            time.sleep(0.05)
+        until(lambda: self._ready.exists() or self.process.poll() is not None, "it is ready")
+        assert self.process.poll() is None, self._log.read_text()
         return int(json.loads(self._ready.read_text())["port"])
 
     def stop(self) -> int:

@@ -10,11 +10,10 @@ from typing import Any
 import httpx
 
 from tests.integration.processes import LOOPBACK, Process
+from tests.waiting import GIVE_UP_S
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-TIMEOUT_S = 60.0
-"""Longer than every bound of the system: a request that takes so long is a hang."""
 
 Body = dict[str, Any]
 
@@ -26,7 +25,7 @@ def url_of(router: Process, path: str) -> str:
 def post(router: Process, body: Body | bytes | str, path: str = COMPLETIONS) -> httpx.Response:
     content = body if isinstance(body, bytes | str) else json.dumps(body)
     headers = {"content-type": "application/json"}
-    return httpx.post(url_of(router, path), content=content, headers=headers, timeout=TIMEOUT_S)
+    return httpx.post(url_of(router, path), content=content, headers=headers, timeout=GIVE_UP_S)
 
 
 def whole(router: Process, body: Body, path: str = COMPLETIONS) -> Body:
@@ -58,7 +57,7 @@ def streaming(router: Process, body: Body, path: str = COMPLETIONS) -> Iterator[
     """The lines of a streamed answer as they come; leaving early closes the connection."""
     asked = json.dumps({"stream": True, "return_token_ids": True} | body)
     headers = {"content-type": "application/json"}
-    with httpx.stream("POST", url_of(router, path), content=asked, headers=headers, timeout=TIMEOUT_S) as response:
+    with httpx.stream("POST", url_of(router, path), content=asked, headers=headers, timeout=GIVE_UP_S) as response:
         assert response.status_code == 200, response.read()
         yield response.iter_lines()
 

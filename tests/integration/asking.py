@@ -11,10 +11,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.integration.processes import LOOPBACK, eventually
-
-READ_TIMEOUT_S = 60.0
-"""Longer than every bound of the system: a read that takes so long is a hang."""
+from tests.integration.processes import LOOPBACK
+from tests.waiting import GIVE_UP_S, until
 
 
 @dataclass(slots=True)
@@ -47,22 +45,22 @@ class Ask:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._body = {"stream": stream, "return_token_ids": True, "include_metrics": True} | body
         self._path = "/v1/chat/completions" if chat else "/v1/completions"
-        self._connection = http.client.HTTPConnection(LOOPBACK, port, timeout=READ_TIMEOUT_S)
+        self._connection = http.client.HTTPConnection(LOOPBACK, port, timeout=GIVE_UP_S)
         self._connection.connect()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def wait_tokens(self, count: int, within_s: float = 30.0) -> None:
+    def wait_tokens(self, count: int) -> None:
         """Until at least `count` tokens are here; fails when the answer ends before."""
-        eventually(lambda: len(self.reply.token_ids) >= count or self.is_over, f"{count} tokens", within_s)
+        until(lambda: len(self.reply.token_ids) >= count or self.is_over, f"{count} tokens")
         assert len(self.reply.token_ids) >= count, f"ended early: {self.reply}"
 
     @property
     def is_over(self) -> bool:
         return not self._thread.is_alive()
 
-    def result(self, within_s: float = READ_TIMEOUT_S) -> Reply:
+    def result(self, within_s: float = GIVE_UP_S) -> Reply:
         """The reply when all of it is here, whatever it is."""
         self._thread.join(within_s)
         assert not self._thread.is_alive(), f"no end within {within_s:g} s: {self.reply}"
@@ -75,7 +73,7 @@ class Ask:
         if raw is not None:
             with contextlib.suppress(OSError):  # the server may have been faster
                 raw.shutdown(socket.SHUT_RDWR)
-        self._thread.join(READ_TIMEOUT_S)
+        self._thread.join(GIVE_UP_S)
 
     def _run(self) -> None:
         started = time.monotonic()

@@ -21,9 +21,10 @@ from typing import Any
 
 from moot.runtime.supervisor import Supervisor
 from tests.integration.asking import Ask, Reply, assert_same
-from tests.integration.processes import LOOPBACK, START_TIMEOUT_S, Process, equal_to, eventually, spawn, wait_metric
+from tests.integration.processes import LOOPBACK, START_TIMEOUT_S, Process, equal_to, spawn, wait_metric
 from tests.integration.slice_server import ApiServer, endpoint, kubeconfig, slice_of
 from tests.integration.whole_system import DRAFTER_FLAGS, ROUTER_FLAGS, VERIFIER_FLAGS
+from tests.waiting import GIVE_UP_S, until
 
 NAMESPACE = "serving"
 VERIFIER = "verifier"
@@ -100,7 +101,7 @@ class Cluster:
         role = "verifier" if service == VERIFIER else "drafter"
         others = sum(len(self.listed[pool]) for pool in self.drafters if pool != service) if role == "drafter" else 0
         wanted = equal_to(number + (others if state == "ready" else 0))
-        wait_metric(self.router, "moot_peers", wanted, within_s=30, role=role, state=state)
+        wait_metric(self.router, "moot_peers", wanted, role=role, state=state)
 
     def replace(self, service: str, old: Process, new: Process, *, told_first: bool = True) -> None:
         """As a Deployment does it: the new pod is ready; the old one leaves the endpoints, and is told to end, which
@@ -146,7 +147,7 @@ def running_cluster(
         cluster.router = Process(supervisor, "router", "router", flags, "", child)
         for service, pods in first.items():
             cluster.list_only(service, pods)
-        eventually(lambda: cluster.router.probe("/readyz") == 200, "the router is ready", START_TIMEOUT_S)
+        until(lambda: cluster.router.probe("/readyz") == 200, "the router is ready", START_TIMEOUT_S)
         yield cluster
 
 
@@ -177,13 +178,13 @@ class Load:
     def wait_more(self, number: int) -> None:
         """Until so many further requests have been answered."""
         before = self.num_answered
-        eventually(lambda: self.num_answered >= before + number or self._errors, f"{number} answers", 60)
+        until(lambda: self.num_answered >= before + number or self._errors, f"{number} answers")
         self._check()
 
     def stop(self) -> None:
         self._stopped.set()
         for client in self._clients:
-            client.join(60)
+            client.join(GIVE_UP_S)
             assert not client.is_alive(), "a request has no end"
         self._check()
 

@@ -13,7 +13,6 @@ from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier
 from moot.testing.tiny_model import byte_tokenizer, make_tiny_model
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
 from tests.integration.looping_model import make_looping_model
-from tests.integration.processes import eventually
 from tests.integration.shared_systems import (
     DEADLINES,
     EVERYBODY,
@@ -29,6 +28,7 @@ from tests.integration.shared_systems import (
     make_alike,
 )
 from tests.integration.whole_system import System, running
+from tests.waiting import until
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +126,7 @@ def scripted(systems_folder: Path, tmp_path: Path) -> Iterator[Scripted]:
         system = System(supervisor, model, verifiers=[], drafters={}, store=None)
         peers = ("--verifiers", verifier.address, "--drafters", f"scripted={drafter.address}")
         router = system.add_router((*peers, *FIXED))
-        eventually(lambda: router.metric("moot_peers", role="drafter", state="ready") == 1, "the drafter is ready")
+        until(lambda: router.metric("moot_peers", role="drafter", state="ready") == 1, "the drafter is ready")
         yield Scripted(router, verifier, drafter, text)
 
 

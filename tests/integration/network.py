@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moot.testing import TcpProxy
-from tests.integration.processes import SETTLE_S
+from tests.waiting import GIVE_UP_S
 
 ResultT = TypeVar("ResultT")
 
@@ -30,13 +30,13 @@ class Proxies:
         return Proxy(self, proxy)
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(SETTLE_S)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(GIVE_UP_S)
 
     def close(self) -> None:
         for proxy in self._proxies:
             self.run(proxy.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(SETTLE_S)
+        self._thread.join(GIVE_UP_S)
         self._loop.close()
 
 

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from moot.runtime.supervisor import Child, Supervisor
+from moot.runtime.supervisor import Child, ChildFailed, Supervisor
+from tests.waiting import GIVE_UP_S, until
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 120.0
-SETTLE_S = 10.0
-"""For a condition that takes a moment on an idle machine and must not fail on a busy one."""
 
 _PORT_FACTS = (("--port", "port"), ("--metrics-port", "metrics_port"), ("--grpc-port", "grpc_port"))
-
-
-def eventually(condition: Callable[[], Any], what: str, within_s: float = SETTLE_S) -> Any:
-    """The first true value of `condition`; an AssertionError saying `what` after `within_s`."""
-    deadline = time.monotonic() + within_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.02)
-    return value
 
 
 @dataclass(slots=True)
@@ -69,7 +57,7 @@ class Process:
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
-        self.child.process.wait(SETTLE_S)
+        self.child.process.wait(GIVE_UP_S)
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -82,17 +70,17 @@ class Process:
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
 
-    def wait(self, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = GIVE_UP_S) -> int:
         """Exit status; raises subprocess.TimeoutExpired."""
         return self.child.process.wait(timeout_s)
 
     def restart(self, faults: str | None = None) -> None:
         """Start it again where it listened before, with other fault points if given, and wait until it is ready."""
         self.begin_restart(faults)
-        self.supervisor.wait_ready([self.child], START_TIMEOUT_S)
+        self.wait_restarted()
 
     def begin_restart(self, faults: str | None = None) -> None:
-        """As `restart`, without the wait."""
+        """As `restart`, without the wait: `wait_restarted`."""
         assert not self.is_running, f"{self.name} still runs"
         ports = {flag: str(self.child.facts[fact]) for flag, fact in _PORT_FACTS if fact in self.child.facts}
         for flag, port in ports.items():
@@ -101,11 +89,24 @@ class Process:
         self.child = spawn(self.supervisor, self.name, self.role, self.flags, self.faults)
         self.is_frozen = False
 
+    def wait_restarted(self) -> None:
+        """Until it is ready. Its port is anybody's while it is away: where a connection has it just now, again."""
+
+        def is_ready() -> bool:
+            try:
+                self.supervisor.wait_ready([self.child], START_TIMEOUT_S)
+            except ChildFailed as error:
+                if not any(said in str(error) for said in ("cannot listen on", "cannot serve metrics")):
+                    raise
+                self.begin_restart()
+                return False
+            return True
+
+        until(is_ready, f"{self.name} has its port again", poll_s=1)
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of `name` (full name, with `_total`) that have these labels."""
-        url = f"http://{self.host}:{self.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=SETTLE_S) as response:
-            text = response.read().decode()
+        text = get(self.metrics_port, "/metrics", self.host).raise_for_status().text
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)
@@ -115,24 +116,27 @@ class Process:
 
     def probe(self, path: str) -> int:
         """Status of GET `path` on the metrics port."""
-        try:
-            with urllib.request.urlopen(f"http://{self.host}:{self.metrics_port}{path}", timeout=SETTLE_S) as response:
-                return int(response.status)
-        except urllib.error.HTTPError as error:
-            return error.code
+        return get(self.metrics_port, path, self.host).status_code
 
     def _signal(self, number: signal.Signals) -> None:
         if self.is_running:
             self.child.process.send_signal(number)
 
 
-def wait_metric(
-    process: Process, name: str, is_good: Callable[[float], bool], *, within_s: float = SETTLE_S, **labels: str
-) -> float:
+# One for all: each new one reads the system's certificates.
+_HTTP = httpx.Client(timeout=GIVE_UP_S, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
+
+
+def get(port: int, path: str, host: str = LOOPBACK) -> httpx.Response:
+    """Whatever its status, on a connection of its own. Raises httpx.TransportError."""
+    return _HTTP.get(f"http://{host}:{port}{path}")
+
+
+def wait_metric(process: Process, name: str, is_good: Callable[[float], bool], **labels: str) -> float:
     """The value of the metric once it is good; an AssertionError that tells the last one seen."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + GIVE_UP_S
     while not is_good(value := process.metric(name, **labels)):
-        assert time.monotonic() < deadline, f"{name}{labels or ''} of {process.name} is {value} after {within_s:g} s"
+        assert time.monotonic() < deadline, f"{name}{labels or ''} of {process.name} is {value} after {GIVE_UP_S:g} s"
         time.sleep(0.03)
     return value
 

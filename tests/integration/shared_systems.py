@@ -13,13 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier
-from tests.integration.processes import SETTLE_S, Process
+from tests.integration.processes import Process
 from tests.integration.whole_system import System
+from tests.waiting import GIVE_UP_S
 
 NARROW_BYTES = 16 * 1024
 IN_PROCESS = ("--in-process-drafters", "prompt_lookup,suffix")
 PATIENT = (
-    *("--vote-soft-deadline-ms", "5000", "--vote-hard-deadline-ms", "5000", "--drafter-warm-up-s", "10"),
+    *("--vote-soft-deadline-ms", "30000", "--vote-hard-deadline-ms", "30000", "--drafter-warm-up-s", "60"),
     *("--heartbeat-interval-s", "2"),
 )
 """A round waits for every drafter, on a busy machine as well: what these tests look for depends on no speed."""
@@ -101,11 +102,11 @@ class LoopThread:
 
     def __exit__(self, *exc_info: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(SETTLE_S)
+        self._thread.join(GIVE_UP_S)
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(SETTLE_S)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(GIVE_UP_S)
 
 
 def make_alike(model: Path, path: Path, noise: float = 0.01) -> Path:

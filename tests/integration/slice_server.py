@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-DEADLINE_S = 20.0
+from tests.waiting import GIVE_UP_S
+
 SERVICE_LABEL = "kubernetes.io/service-name"
 
 
@@ -59,6 +60,9 @@ class ApiServer:
         self.answers: list[Any] = []
         """What the next lists are answered with instead: a status, or a body."""
         self.refuse_watches = 0
+        self.answers_watches = threading.Event()
+        """While it is not set, watches are asked for and not answered."""
+        self.answers_watches.set()
         self.server: ThreadingHTTPServer | None = None
         self.port = 0
         self.start()
@@ -156,6 +160,7 @@ class ApiServer:
             number = self.watches
             refused, self.refuse_watches = self.refuse_watches > 0, max(0, self.refuse_watches - 1)
             self.condition.notify_all()
+        self.answers_watches.wait(GIVE_UP_S)
         if refused:
             request.send_response(410)
             request.send_header("Content-Length", "0")
@@ -203,6 +208,6 @@ class ApiServer:
     async def until(self, true: Callable[[ApiServer], bool]) -> None:
         def wait() -> bool:
             with self.condition:
-                return self.condition.wait_for(lambda: true(self), DEADLINE_S)
+                return self.condition.wait_for(lambda: true(self), GIVE_UP_S)
 
         assert await asyncio.to_thread(wait), "the API server was not asked in time"

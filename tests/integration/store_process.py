@@ -9,7 +9,8 @@ from typing import Any
 
 from moot.commands import embedded_store
 from moot.runtime.supervisor import Child, Supervisor
-from tests.integration.processes import SETTLE_S, START_TIMEOUT_S
+from tests.integration.processes import START_TIMEOUT_S
+from tests.waiting import GIVE_UP_S
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class Store:
 
     def kill(self) -> None:
         self.child.process.send_signal(signal.SIGKILL)
-        self.child.process.wait(SETTLE_S)
+        self.child.process.wait(GIVE_UP_S)
 
     def freeze(self) -> None:
         self.child.process.send_signal(signal.SIGSTOP)
@@ -46,7 +47,7 @@ class Store:
         """A plain client of redis-py, for looking and for breaking."""
         import redis
 
-        return redis.Redis.from_url(self.url, socket_timeout=SETTLE_S)
+        return redis.Redis.from_url(self.url, socket_timeout=GIVE_UP_S)
 
 
 def spawn_store(supervisor: Supervisor, folder: Path) -> Child:

@@ -8,9 +8,9 @@ import pytest
 
 from tests.integration.api import assert_refused, choice_of, post
 from tests.integration.looping_model import greedy_ids
-from tests.integration.processes import eventually
 from tests.integration.shared_systems import HOSTILE_DRAFTERS
 from tests.integration.whole_system import System
+from tests.waiting import until
 
 HA = list(b" ha ha ha")
 EIGHT = {"num_speculative_tokens": 8}
@@ -35,7 +35,7 @@ def dropped(system: System, drafter: str, reason: str | None = None) -> float:
 
 def all_return(system: System) -> None:
     """Ejected drafters have come back by themselves."""
-    eventually(lambda: system.router.metric("moot_peers", role="drafter", state="ready") == 6, "all are back", 30)
+    until(lambda: system.router.metric("moot_peers", role="drafter", state="ready") == 6, "all are back")
 
 
 def test_garbage_is_dropped_counted_and_ejected(hostile: System) -> None:
@@ -45,7 +45,7 @@ def test_garbage_is_dropped_counted_and_ejected(hostile: System) -> None:
     first = ask(hostile, ["garbage", "good"])
     assert first["metrics"]["num_accepted_tokens"] > 20
     assert "garbage" not in first["metrics"]["drafters"]
-    eventually(lambda: hostile.router.log.count('"drafter ejected"') > 0, "it was ejected")
+    until(lambda: hostile.router.log.count('"drafter ejected"') > 0, "it was ejected")
     assert '"drafter": "garbage"' in hostile.router.log
     assert dropped(hostile, "garbage") - before >= 3
     all_return(hostile)
@@ -99,7 +99,7 @@ def test_a_late_drafter_costs_its_deadline_and_is_ejected(hostile: System) -> No
     one = ask(hostile, ["good", "late"], max_tokens=60)
     assert one["metrics"]["num_accepted_tokens"] > 20
     assert "late" not in one["metrics"]["drafters"]
-    eventually(lambda: hostile.router.log.count('"drafter": "late"') > log, "it was ejected")
+    until(lambda: hostile.router.log.count('"drafter": "late"') > log, "it was ejected")
     all_return(hostile)
 
 
@@ -108,11 +108,11 @@ def test_dead_drafters_one_and_all(hostile: System) -> None:
     router = hostile.router
     try:
         hostile.drafters["good"].kill()
-        eventually(lambda: router.metric("moot_peers", role="drafter", state="ready") < 6, "the loss is noticed")
+        until(lambda: router.metric("moot_peers", role="drafter", state="ready") < 6, "the loss is noticed")
         assert ask(hostile, ["good", "liar"])["metrics"]["num_accepted_tokens"] <= 2
         for drafter in hostile.drafters.values():
             drafter.kill()
-        eventually(lambda: router.metric("moot_peers", role="drafter", state="ready") == 0, "all losses are noticed")
+        until(lambda: router.metric("moot_peers", role="drafter", state="ready") == 0, "all losses are noticed")
         one = ask(hostile, list(HOSTILE_DRAFTERS))
         assert one["metrics"]["num_draft_tokens"] == 0
         assert router.metric("moot_degraded", mode="no_drafters") == 1

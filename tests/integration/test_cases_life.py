@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,9 +14,10 @@ from moot.testing.drafter import Manner
 from tests.integration.api import COMPLETIONS, choice_of, events, ids_of, post, streaming, whole
 from tests.integration.asking import Ask
 from tests.integration.looping_model import END_ID, ENDING, greedy_ids
-from tests.integration.processes import LOOPBACK, Process, eventually
+from tests.integration.processes import Process, get
 from tests.integration.shared_systems import NARROW_BYTES, Looping, Scripted
 from tests.integration.whole_system import System
+from tests.waiting import until
 
 HA = list(b" ha ha ha")
 ENDLESS = {"prompt": HA, "max_tokens": 30_000, "ignore_eos": True, "temperature": 0}
@@ -25,8 +25,7 @@ ENDLESS = {"prompt": HA, "max_tokens": 30_000, "ignore_eos": True, "temperature"
 
 def samples(router: Process) -> dict[tuple[str, ...], float]:
     """Every sample of the router's metrics by name and label values."""
-    with urllib.request.urlopen(f"http://{LOOPBACK}:{router.metrics_port}/metrics", timeout=10) as response:
-        text = response.read().decode()
+    text = get(router.metrics_port, "/metrics").text
     return {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -54,7 +53,7 @@ def test_clients_gone_before_a_whole_answer_leave_nothing(looping: Looping) -> N
     """C24: a client that waits for a whole answer and goes away frees everything as well, n choices together."""
     router = looping.tree
     asks = [Ask(router.port, ENDLESS | {"n": 2}, stream=False) for _ in range(8)]
-    eventually(lambda: router.metric("moot_num_requests_running") == 16, "16 choices run")
+    until(lambda: router.metric("moot_num_requests_running") == 16, "16 choices run")
     for ask in asks:
         ask.give_up()
     looping.system.assert_idle()
@@ -68,12 +67,12 @@ def test_a_normal_end_is_no_abort(scripted: Scripted) -> None:
     stopped = choice_of(scripted.router, {"prompt": HA, "max_tokens": 60, "temperature": 0, "logprobs": 0})
     stop = stopped["logprobs"]["tokens"][20]
     choice_of(scripted.router, {"prompt": HA, "max_tokens": 60, "temperature": 0, "stop": stop})
-    eventually(lambda: verifier.num_sessions == drafter.num_sessions == 0, "all sessions ended")
+    until(lambda: verifier.num_sessions == drafter.num_sessions == 0, "all sessions ended")
     assert verifier.counts["abort"] == drafter.counts["abort"] == 0
     with streaming(scripted.router, {"prompt": HA, "max_tokens": 5000, "temperature": 0}) as lines:
         assert next(lines)
-        eventually(lambda: verifier.num_sessions == 1, "it runs")
-    eventually(lambda: verifier.num_sessions == drafter.num_sessions == 0, "all sessions ended")
+        until(lambda: verifier.num_sessions == 1, "it runs")
+    until(lambda: verifier.num_sessions == drafter.num_sessions == 0, "all sessions ended")
     assert verifier.counts["abort"] == drafter.counts["abort"] == 1
 
 
@@ -115,8 +114,8 @@ def test_answers_to_cancelled_requests_are_dropped(scripted: Scripted) -> None:
     for number, ask in enumerate(kept):
         expected, _ = scripted.text.plain([number], SamplingParams(temperature=0, max_tokens=40))
         assert tuple(ask.result().token_ids) == expected
-    eventually(lambda: router.metric("moot_answers_dropped_total", role="verifier", reason="stale") > 0, "dropped")
-    eventually(lambda: verifier.num_sessions == 0, "all sessions ended")
+    until(lambda: router.metric("moot_answers_dropped_total", role="verifier", reason="stale") > 0, "dropped")
+    until(lambda: verifier.num_sessions == 0, "all sessions ended")
 
 
 def test_a_long_prompt_passes_the_whole_path(looping: Looping) -> None:

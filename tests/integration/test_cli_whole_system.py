@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 from moot.client import Answer, Client, RequestFailed
 from moot.testing.tiny_model import make_tiny_model
+from tests.waiting import GIVE_UP_S, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
@@ -143,7 +143,7 @@ def test_serve_goes_on_without_a_drafter_and_ends_on_ctrl_c(model: Path, tmp_pat
             [sys.executable, "-m", "moot", "drafters", "--url", url],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=GIVE_UP_S,
             check=True,
         )
         assert re.search(r"^ngram +\d+", shown.stdout, re.MULTILINE), shown.stdout
@@ -152,7 +152,7 @@ def test_serve_goes_on_without_a_drafter_and_ends_on_ctrl_c(model: Path, tmp_pat
             input="abc\n/metrics\nabc\n/quit\n",
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=GIVE_UP_S,
             check=True,
         )
         assert len(re.findall(r"\[\d+ rounds", chat.stderr)) == 1, chat.stderr
@@ -176,7 +176,7 @@ def test_serve_ends_when_an_essential_part_does(model: Path, tmp_path: Path) -> 
             [sys.executable, "-m", "moot", "drafters", "--url", url, "--api-key", "canary-key"],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=GIVE_UP_S,
             check=True,
         )
         assert f"Drafters of {url}" in listed.stdout
@@ -188,7 +188,4 @@ def test_serve_ends_when_an_essential_part_does(model: Path, tmp_path: Path) -> 
 
 
 def wait_for_text(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 20
-    while text not in path.read_text():
-        assert time.monotonic() < deadline, path.read_text()
-        time.sleep(0.05)
+    until(lambda: text in path.read_text(), f"{text!r} in {path}")

@@ -14,9 +14,9 @@ import torch
 from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
 from moot.testing.tiny_model import make_tiny_model
 from tests.integration.api import assert_same, choice_of, post
-from tests.integration.processes import eventually
 from tests.integration.shared_systems import FIXED
 from tests.integration.whole_system import System, running
+from tests.waiting import until
 
 FEW = [60, 61, 62, 63]
 OFF = {"num_speculative_tokens": 0}
@@ -69,7 +69,7 @@ def test_texts_are_those_of_plain_decoding(system: System) -> None:
     assert system.router.metric("moot_proposals_accepted_tokens_total", drafter="h") >= accepted
     assert system.verifiers[0].metric("moot_draft_seconds_count") > 10
     failed = {"drafter": "h", "reason": "failed"}
-    eventually(lambda: system.verifiers[1].metric("moot_proposals_dropped_total", **failed) == 1, "it failed once")
+    until(lambda: system.verifiers[1].metric("moot_proposals_dropped_total", **failed) == 1, "it failed once")
     assert all(verifier.is_running for verifier in system.verifiers)
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from moot.testing.tiny_model import make_tiny_model
 from tests.integration.faulty import STEP_DELAY, Rig, num_proposed
-from tests.integration.processes import Process, at_least, equal_to, eventually, wait_metric
+from tests.integration.processes import Process, at_least, equal_to, wait_metric
 from tests.integration.whole_system import running
+from tests.waiting import until
 
 GOOD = {"suffix": "suffix", "lookup": "prompt_lookup"}
-BAD = {"liar": "lie", "garbage": "garbage", "late": "delay:0.4"}
+BAD = {"liar": "lie", "garbage": "garbage", "late": "delay:0.8"}
 """`late`: after the hard deadline of the vote."""
 
 DRAIN_GRACE_S = 30.0
@@ -76,7 +77,7 @@ def test_killed_drafters_are_done_without(rig: Rig, victims: tuple[str, ...]) ->
     wait_metric(rig.system.router, "moot_peers", at_least(len(victims)), role="drafter", state="lost")
     rig.ask_right(drafters=list(GOOD))
     rig.system.heal()
-    eventually(lambda: drafts_again(rig, victims), "restarted drafters propose", 30)
+    until(lambda: drafts_again(rig, victims), "restarted drafters propose")
 
 
 def test_frozen_drafters_are_ejected_and_come_back(rig: Rig, victims: tuple[str, ...]) -> None:
@@ -87,7 +88,7 @@ def test_frozen_drafters_are_ejected_and_come_back(rig: Rig, victims: tuple[str,
     rig.ask_right(drafters=list(GOOD))
     for process in drafters(rig, victims):
         process.thaw()
-    eventually(lambda: drafts_again(rig, victims), "thawed drafters propose", 30)
+    until(lambda: drafts_again(rig, victims), "thawed drafters propose")
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
@@ -98,7 +99,7 @@ def test_drafters_that_cannot_be_reached_are_done_without(rig: Rig, direction: s
     rig.ask_right(drafters=list(GOOD))
     for proxy in proxies:
         proxy.heal()
-    eventually(lambda: drafts_again(rig, tuple(GOOD)), "reachable drafters propose", 30)
+    until(lambda: drafts_again(rig, tuple(GOOD)), "reachable drafters propose")
 
 
 @pytest.mark.parametrize("names", [("garbage",), ("late",), (*BAD, *GOOD)])

@@ -15,9 +15,10 @@ from services.router.store import StoreConfig
 from services.router.store.server import RedisLink, RedisStore
 from tests.integration.asking import Ask, Reply, assert_same
 from tests.integration.faulty import STEP_DELAY, Rig, body
-from tests.integration.processes import Process, equal_to, eventually, wait_metric
+from tests.integration.processes import Process, equal_to, wait_metric
 from tests.integration.sentinel_group import Group
 from tests.integration.whole_system import running
+from tests.waiting import GIVE_UP_S, until
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def record_of(group: Group, reply: Reply) -> RequestRecord | None:
     """As the new master has it, once it is whole."""
 
     async def load() -> RequestRecord | None:
-        config = StoreConfig(url=f"redis://127.0.0.1:{group.servers[1].port}", timeout_s=2.0)
+        config = StoreConfig(url=f"redis://127.0.0.1:{group.servers[1].port}", timeout_s=GIVE_UP_S)
         link = RedisLink(config)
         try:
             return await RedisStore(link, config).load(f"{reply.request_id}-0")
@@ -84,16 +85,16 @@ def test_a_failover_in_mid_stream_fails_no_request(rig: Rig, group: Group) -> No
 
     group.wait_failover()
     for router in (degrade, required):
-        wait_metric(router, "moot_state_store_up", equal_to(1), within_s=20)
+        wait_metric(router, "moot_state_store_up", equal_to(1))
     for reply in (*replies, meanwhile):
-        record = eventually(lambda reply=reply: record_of(group, reply), f"the record of {reply.request_id}", 20)
+        record = until(lambda reply=reply: record_of(group, reply), f"the record of {reply.request_id}")
         assert list(record.output_token_ids) == reply.token_ids
         assert record.finish_reason is FinishReason.LENGTH
     old.send(signal.SIGCONT)
-    eventually(lambda: old.client().info("replication")["role"] == "slave", "the old master follows the new one", 30)
+    until(lambda: old.client().info("replication")["role"] == "slave", "the old master follows the new one")
     for router in (degrade, required):
         durable = Ask(router.port, later).result()
         assert_same(durable, later_right)
         assert is_durable(router, durable)
-        assert eventually(lambda reply=durable: record_of(group, reply), "its record")
+        assert until(lambda reply=durable: record_of(group, reply), "its record")
     rig.system.assert_idle()

@@ -21,8 +21,9 @@ from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
 from tests.integration.asking import assert_same
 from tests.integration.faulty import STEP_DELAY, Rig, body
-from tests.integration.processes import LOOPBACK, Process, at_least, eventually, wait_metric
+from tests.integration.processes import LOOPBACK, Process, at_least, wait_metric
 from tests.integration.whole_system import running
+from tests.waiting import GIVE_UP_S, until
 
 TIMEOUT_S = 1.5
 BUFFER_BYTES = 8192
@@ -47,10 +48,10 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 @pytest.fixture(autouse=True)
 def nothing_left(rig: Rig) -> Iterator[None]:
     """No request, no session, no KV, and no connection of a client."""
-    eventually(lambda: num_connections(rig.system.router) == 0, "no client is connected")
+    until(lambda: num_connections(rig.system.router) == 0, "no client is connected")
     yield
     rig.system.assert_idle()
-    eventually(lambda: num_connections(rig.system.router) == 0, "the router has closed the connections", 20)
+    until(lambda: num_connections(rig.system.router) == 0, "the router has closed the connections")
 
 
 def num_connections(router: Process) -> int:
@@ -79,7 +80,7 @@ def sent(port: int, asked: dict[str, Any]) -> Iterator[socket.socket]:
     """A connection with a small receive buffer on which a request was sent, and nothing is read."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.settimeout(30)
+        connection.settimeout(GIVE_UP_S)
         connection.connect((LOOPBACK, port))
         data = json.dumps({"stream": True} | asked).encode()
         head = (
@@ -123,12 +124,12 @@ def test_who_reads_nothing_is_paused_and_then_cut_off(rig: Rig) -> None:
         for index in range(6):
             stack.enter_context(sent(router.port, body(index) | MANY))
         beside = [gap_s(rig, index) for index in range(2)]
-        wait_metric(router, "moot_slow_clients_total", at_least(before + 6), within_s=30, api="http")
+        wait_metric(router, "moot_slow_clients_total", at_least(before + 6), api="http")
         rig.system.assert_idle()
     made = router.metric("moot_generation_tokens_total") - tokens - 2 * 60
     assert made < 0.2 * 6 * 4 * 1900, "they were not paused"
     assert rss_bytes(router) - memory < 20e6
-    assert min(beside) < 3 * max(alone), (beside, alone)
+    assert min(beside) < 8 * max(alone), (beside, alone)
 
 
 def test_who_reads_a_byte_a_second_is_cut_off(rig: Rig) -> None:
@@ -136,7 +137,7 @@ def test_who_reads_a_byte_a_second_is_cut_off(rig: Rig) -> None:
     router = rig.system.router
     before = cut(router)
     with sent(router.port, body(1) | MANY) as connection:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + GIVE_UP_S
         while cut(router) == before and time.monotonic() < deadline:
             assert connection.recv(1)
             time.sleep(0.2)
@@ -169,7 +170,7 @@ def test_a_whole_answer_nobody_reads_ends_too(rig: Rig, keeps: bool) -> None:
         if not keeps:
             connection.shutdown(socket.SHUT_WR)
         if keeps:
-            wait_metric(router, "moot_slow_clients_total", at_least(before + 1), within_s=30, api="http")
+            wait_metric(router, "moot_slow_clients_total", at_least(before + 1), api="http")
         rig.system.assert_idle()
 
 
@@ -186,7 +187,7 @@ def test_grpc_callers_that_read_nothing_are_cut_off(rig: Rig) -> None:
         for call in calls:
             next(call)
         rig.ask_right(1)
-        wait_metric(router, "moot_slow_clients_total", at_least(before + 3), within_s=40, api="grpc")
+        wait_metric(router, "moot_slow_clients_total", at_least(before + 3), api="grpc")
         rig.system.assert_idle()
         made = router.metric("moot_generation_tokens_total") - tokens
         assert made < 0.5 * 3 * 4 * 1900, "they were not paused"

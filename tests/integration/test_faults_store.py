@@ -16,9 +16,10 @@ from services.router.store import StoreConfig
 from services.router.store.server import RedisLink, RedisStore
 from tests.integration.asking import Ask, Reply, assert_same
 from tests.integration.faulty import STEP_DELAY, Rig, body
-from tests.integration.processes import Process, equal_to, eventually, wait_metric
+from tests.integration.processes import Process, equal_to, wait_metric
 from tests.integration.store_process import Store
 from tests.integration.whole_system import running
+from tests.waiting import GIVE_UP_S, until
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def load_record(store: Store, request_id: str) -> RequestRecord | None:
     """The record of a request's first choice, as the server has it."""
 
     async def load() -> RequestRecord | None:
-        config = StoreConfig(url=store.url, timeout_s=2.0)
+        config = StoreConfig(url=store.url, timeout_s=GIVE_UP_S)
         link = RedisLink(config)
         try:
             return await RedisStore(link, config).load(f"{request_id}-0")
@@ -77,7 +78,7 @@ def assert_recorded(store: Store, reply: Reply) -> None:
         record = load_record(store, reply.request_id)
         return record if record is not None and record.finish_reason is not None else None
 
-    record = eventually(whole_record, f"the record of {reply.request_id}")
+    record = until(whole_record, f"the record of {reply.request_id}")
     assert list(record.output_token_ids) == reply.token_ids
     assert record.finish_reason is FinishReason.LENGTH
 
@@ -193,7 +194,7 @@ def test_a_full_server_refuses_records_and_no_request(rig: Rig, store: Store) ->
     client.config_set("maxmemory", room)
     for reply in replies:
         assert_recorded(store, reply)
-    durable = eventually(lambda: ask_durably(required), "new requests have a record again")
+    durable = until(lambda: ask_durably(required), "new requests have a record again")
     assert_same(durable, expected[2])
 
 

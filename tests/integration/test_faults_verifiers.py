@@ -12,14 +12,14 @@ from moot.testing.tiny_model import make_tiny_model
 from tests.integration.asking import Ask, assert_same
 from tests.integration.faulty import STEP_DELAY, Rig, body, chat_body
 from tests.integration.processes import Process, at_least, equal_to, wait_metric
-from tests.integration.whole_system import running
+from tests.integration.whole_system import HEARTBEAT_S, WATCHFUL, running
 
 NUM_VERIFIERS = 3
-HEARTBEAT_S = 0.5
 NO_VERIFIER_WAIT_S = 3.0
-"""Both as whole_system.py sets them."""
-SLACK_S = 4.0
-"""For a machine that is busy with other things."""
+"""As whole_system.py sets it."""
+SLACK_S = 10.0
+"""For a machine that is busy with other things. With it every bound is below the 30 s after which commands give up:
+nobody is found later than that, whoever looks."""
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         make_tiny_model(folder / "tiny"),
         verifiers=NUM_VERIFIERS,
         drafters=("suffix",),
+        router_flags=WATCHFUL,
         proxied=[f"verifier-{index}" for index in range(NUM_VERIFIERS)],
         faults={f"verifier-{index}": killing for index in range(NUM_VERIFIERS)}
         | {"verifier-0": f"{killing};verifier.logits=freeze@cmpl-*-[123]"},
@@ -56,8 +57,8 @@ def moves(rig: Rig, reason: str) -> float:
     return rig.system.router.metric("moot_request_moves_total", reason=reason)
 
 
-def wait_ready(rig: Rig, count: int, within_s: float) -> None:
-    wait_metric(rig.system.router, "moot_peers", equal_to(count), within_s=within_s, role="verifier", state="ready")
+def wait_ready(rig: Rig, count: int) -> None:
+    wait_metric(rig.system.router, "moot_peers", equal_to(count), role="verifier", state="ready")
 
 
 BREAKS: dict[str, Callable[[Rig, Process], None]] = {
@@ -88,17 +89,17 @@ def test_a_partition_is_found_within_three_heartbeats(rig: Rig, direction: str) 
     started = time.monotonic()
     rig.system.proxies[process.name].partition(direction)
     # A heartbeat that is under way when the partition begins may still count.
-    wait_ready(rig, NUM_VERIFIERS - 1, 4 * HEARTBEAT_S + SLACK_S / 2)
-    assert time.monotonic() - started < 4 * HEARTBEAT_S + SLACK_S / 2
+    wait_ready(rig, NUM_VERIFIERS - 1)
+    assert time.monotonic() - started < 4 * HEARTBEAT_S + SLACK_S
     rig.system.proxies[process.name].heal()
-    wait_ready(rig, NUM_VERIFIERS, 10)
+    wait_ready(rig, NUM_VERIFIERS)
     rig.through(lambda: None, count=NUM_VERIFIERS)
 
 
 def test_a_compute_thread_that_stands_still_is_found(rig: Rig) -> None:
     """A verifier whose event loop answers every heartbeat while nothing is computed is as lost as a dead one."""
     right, before = rig.expected(body(max_tokens=40)), moves(rig, "lost")
-    reply = rig.ask(body(n=4, max_tokens=40), stream=False).result(10 * HEARTBEAT_S + 3 * SLACK_S)
+    reply = rig.ask(body(n=4, max_tokens=40), stream=False).result()
     assert reply.error is None, reply
     assert reply.token_ids == right.token_ids * 4
     assert moves(rig, "lost") > before

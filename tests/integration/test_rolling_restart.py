@@ -13,7 +13,8 @@ from moot.testing.tiny_model import make_tiny_model
 from tests.integration.asking import Ask, Reply, assert_same, plain
 from tests.integration.cluster import READY, VERIFIER, Cluster, counted, running_cluster, under_load
 from tests.integration.faulty import STEP_DELAY, body
-from tests.integration.processes import Process, at_least, equal_to, eventually, wait_metric
+from tests.integration.processes import Process, at_least, equal_to, wait_metric
+from tests.waiting import until
 
 POOL = "suffix"
 WIDTH = 8
@@ -131,7 +132,7 @@ def test_a_dead_pod_that_stays_listed_costs_nothing(cluster: Cluster, expected: 
         load.wait_more(2 * WIDTH)
         assert num_peers(cluster, role) == 2, "its address is still there"
         cluster.api.cut_watches()
-        eventually(lambda: num_peers(cluster, role) == 1, "the address is gone")
+        until(lambda: num_peers(cluster, role) == 1, "the address is gone")
         load.wait_more(WIDTH)
 
 

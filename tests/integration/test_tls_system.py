@@ -19,8 +19,9 @@ from moot.testing.certificates import Authority, PodFiles, shown_serial_number
 from moot.testing.tiny_model import make_tiny_model
 from tests.integration.asking import Ask, Reply, assert_same, plain
 from tests.integration.faulty import STEP_DELAY, body, num_proposed
-from tests.integration.processes import START_TIMEOUT_S, Process, at_least, eventually, spawn, wait_metric
+from tests.integration.processes import START_TIMEOUT_S, Process, at_least, spawn, wait_metric
 from tests.integration.whole_system import ROUTER_FLAGS, System, running
+from tests.waiting import until
 
 NUM_STREAMS = 10
 ROUTER = Identity("prod", "demo", "router")
@@ -52,7 +53,7 @@ class Secured:
             leaf = signer.issue(ROUTER.peer(role), ends=self.last_ends)
             files.write(leaf, *trusted)
             serial_numbers[role] = leaf.serial_number
-        eventually(
+        until(
             lambda: all(now > then for now, then in zip(self.ends_told, before, strict=True)),
             "every process tells when its new certificate ends",
             30,
@@ -68,7 +69,7 @@ class Secured:
         since = len(self.system.router.log)
         for proxy in self.system.proxies.values():
             proxy.reset()
-        eventually(lambda: self._num_ready(since) >= len(PROXIED), "every peer is ready again", 30)
+        until(lambda: self._num_ready(since) >= len(PROXIED), "every peer is ready again")
         self.system.wait_for_peers()
 
     def _num_ready(self, since: int) -> int:
@@ -166,7 +167,7 @@ def test_half_written_files_change_nothing(secured: Secured) -> None:
     since = len(verifier.log)
     files.paths[1].write_bytes(secured.authority.issue(ROUTER.peer("verifier")).key)
     reason = "--tls-key-file: it is not the key of the certificate in --tls-cert-file"
-    eventually(lambda: reason in verifier.log[since:], "the verifier says so", 30)
+    until(lambda: reason in verifier.log[since:], "the verifier says so")
     assert "certificate files not taken, the former stay in use" in verifier.log[since:]
     secured.reconnect()
     secured.ask(1)
@@ -194,7 +195,7 @@ def test_a_router_that_is_refused_says_why(secured: Secured, tmp_path: Path) -> 
     secured.system.supervisor.wait_ready([router.child for router in routers.values()], START_TIMEOUT_S)
     for name, (_, reason) in expected.items():
         router = routers[name]
-        eventually(lambda router=router, reason=reason: reason in router.log, f"router {name} says why", 30)
+        until(lambda router=router, reason=reason: reason in router.log, f"router {name} says why")
         assert router.metric("moot_peers", role="verifier", state="ready") == 0
         router.kill()
     assert "Handshake failed" in secured.system.verifiers[0].log

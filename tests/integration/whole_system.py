@@ -18,34 +18,28 @@ from pathlib import Path
 
 from moot.runtime.supervisor import Supervisor
 from tests.integration.network import Proxies, Proxy
-from tests.integration.processes import (
-    LOOPBACK,
-    SETTLE_S,
-    START_TIMEOUT_S,
-    Process,
-    at_least,
-    equal_to,
-    eventually,
-    spawn,
-    wait_metric,
-)
+from tests.integration.processes import LOOPBACK, START_TIMEOUT_S, Process, at_least, equal_to, spawn, wait_metric
 from tests.integration.store_process import Store, spawn_store
+from tests.waiting import until
 
-_LINK_FLAGS = ("--keepalive-time-ms", "1000", "--keepalive-timeout-ms", "1000")
+_LINK_FLAGS = ("--keepalive-time-ms", "1000", "--keepalive-timeout-ms", "5000")
 
 VERIFIER_FLAGS = (
     *("--device", "cpu", "--dtype", "float32", "--deterministic", "on", "--num-threads", "1"),
-    *("--kv-capacity-tokens", "65536", "--heartbeat-interval-s", "0.5", "--drain-grace-s", "10"),
+    *("--kv-capacity-tokens", "65536", "--heartbeat-interval-s", "0.5", "--drain-grace-s", "60"),
     *_LINK_FLAGS,
 )
-DRAFTER_FLAGS = ("--drain-grace-s", "10", *_LINK_FLAGS)
+DRAFTER_FLAGS = ("--drain-grace-s", "60", *_LINK_FLAGS)
+HEARTBEAT_S = 0.5
+WATCHFUL = ("--heartbeat-interval-s", str(HEARTBEAT_S), "--max-missed-heartbeats", "3")
+"""For the tests of verifiers that fall silent. Elsewhere none is given up that is only slow."""
 ROUTER_FLAGS = (
-    *("--heartbeat-interval-s", "0.5", "--max-missed-heartbeats", "3", "--no-verifier-wait-s", "3"),
+    *("--heartbeat-interval-s", str(HEARTBEAT_S), "--max-missed-heartbeats", "60", "--no-verifier-wait-s", "3"),
     *("--open-timeout-s", "30", "--verify-timeout-s", "30", "--probation-wait-s", "2"),
     *("--backoff-min-s", "0.05", "--backoff-max-s", "0.5", "--refused-retry-s", "1"),
-    *("--describe-timeout-ms", "1000"),
-    *("--vote-soft-deadline-ms", "50", "--vote-hard-deadline-ms", "150"),
-    *("--eject-s", "1.5", "--drafter-warm-up-s", "0.3", "--drain-grace-s", "20"),
+    *("--describe-timeout-ms", "5000"),
+    *("--vote-soft-deadline-ms", "100", "--vote-hard-deadline-ms", "300"),
+    *("--eject-s", "1.5", "--drafter-warm-up-s", "0.3", "--drain-grace-s", "60"),
     *_LINK_FLAGS,
 )
 
@@ -105,7 +99,7 @@ class System:
         self.supervisor.wait_ready([child], START_TIMEOUT_S)
         router = Process(self.supervisor, name, "router", tuple(every), environ_faults, child)
         self.routers.append(router)
-        eventually(lambda: router.probe("/readyz") == 200, "the router is ready", START_TIMEOUT_S)
+        until(lambda: router.probe("/readyz") == 200, "the router is ready", START_TIMEOUT_S)
         self.wait_for_peers(router)
         return router
 
@@ -114,7 +108,7 @@ class System:
         router = router or self.router
         for role, peers in (("verifier", self.verifiers), ("drafter", list(self.drafters.values()))):
             count = sum(peer.is_running and not peer.is_frozen for peer in peers)
-            wait_metric(router, "moot_peers", at_least(count), within_s=30, role=role, state="ready")
+            wait_metric(router, "moot_peers", at_least(count), role=role, state="ready")
 
     def heal(self) -> None:
         """Whatever a test has broken, other than what it killed for good: whole again, and all peers connected."""
@@ -130,17 +124,18 @@ class System:
         dead = [process for process in [*self.verifiers, *self.drafters.values()] if not process.is_running]
         for process in dead:
             process.begin_restart()
-        self.supervisor.wait_ready([process.child for process in dead], START_TIMEOUT_S)
+        for process in dead:
+            process.wait_restarted()
         for router in self.routers:
             if router.is_running:
                 self.wait_for_peers(router)
 
-    def assert_idle(self, within_s: float = SETTLE_S) -> None:
+    def assert_idle(self) -> None:
         """Every living process has let go of everything: no request, no session, no KV, no draft in the pool."""
         for process in self.processes:
             if process.is_running and not process.is_frozen:
                 for name in _HELD[process.role]:
-                    wait_metric(process, name, equal_to(0), within_s=within_s)
+                    wait_metric(process, name, equal_to(0))
 
 
 @contextmanager

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import socket
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 from moot.runtime.supervisor import Supervisor
@@ -44,7 +41,7 @@ class Prometheus:
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The present value of each series: `metric` (labels) and `value` ([time, text]). Raises AssertionError with
         Prometheus's own words when it cannot be evaluated."""
-        answer = self._get(f"/api/v1/query?{urllib.parse.urlencode({'query': expression})}")
+        answer = self._get("/api/v1/query", query=expression)
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
         data = answer["data"]
         if data["resultType"] == "scalar":
@@ -74,17 +71,12 @@ class Prometheus:
 
     def _look(self) -> dict[str, Any] | None:
         try:
-            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=1) as answer:
-                return {} if answer.status == 200 else None
-        except OSError:
+            return {} if httpx.get(f"{self._url}/-/ready", timeout=1).status_code == 200 else None
+        except httpx.TransportError:
             return None
 
-    def _get(self, path: str) -> dict[str, Any]:
-        try:
-            with urllib.request.urlopen(self._url + path, timeout=_TIMEOUT_S) as answer:
-                return dict(json.loads(answer.read()))
-        except urllib.error.HTTPError as error:
-            return dict(json.loads(error.read()))
+    def _get(self, path: str, **parameters: str) -> dict[str, Any]:
+        return dict(httpx.get(self._url + path, params=parameters, timeout=_TIMEOUT_S).json())
 
 
 def _config(folder: Path, targets: Mapping[str, Sequence[int]]) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.api import CHAT, post
 from tests.integration.looping_model import make_looping_model
-from tests.integration.processes import eventually
+from tests.integration.processes import get
 from tests.integration.shared_systems import DEADLINES
 from tests.integration.whole_system import System, running
 from tests.observability.needed_tools import module
 from tests.observability.prometheus_process import Prometheus
 from tests.observability.shown_expressions import of_dashboards, of_rules
+from tests.waiting import until
 
 promql = module("promql_parser", "promql-parser")
 
@@ -92,7 +91,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             "drafter": [process.metrics_port for process in system.drafters.values()],
         }
         prometheus = Prometheus(system.supervisor, folder / "prometheus", ports)
-        eventually(lambda: prometheus.value("sum(up)") == 5, "everything is scraped", 20)
+        until(lambda: prometheus.value("sum(up)") == 5, "everything is scraped")
         yield Watched(system, prometheus)
 
 
@@ -103,9 +102,9 @@ def test_every_expression_has_an_answer(watched: Watched) -> None:
     questions = [(shown.where, part) for shown in [*of_dashboards(), *of_rules()] for part in _parts(shown.expression)]
     assert len(questions) > 120
     with watched.load():
-        eventually(lambda: (prometheus.value("sum(rate(moot_rounds_total[30s]))") or 0) > 0, "rounds are seen", 30)
-        eventually(lambda: prometheus.numbers("moot:drafter_acceptance:ratio_rate10m"), "rules are evaluated", 30)
-        eventually(lambda: (prometheus.value("sum(moot_drafter_ejections_total)") or 0) > 0, "one is ejected", 30)
+        until(lambda: (prometheus.value("sum(rate(moot_rounds_total[30s]))") or 0) > 0, "rounds are seen")
+        until(lambda: prometheus.numbers("moot:drafter_acceptance:ratio_rate10m"), "rules are evaluated")
+        until(lambda: (prometheus.value("sum(moot_drafter_ejections_total)") or 0) > 0, "one is ejected")
 
         def silent() -> list[tuple[str, str]]:
             return [question for question in questions if not prometheus.numbers(question[1])]
@@ -114,10 +113,7 @@ def test_every_expression_has_an_answer(watched: Watched) -> None:
             return [question for question in silent() if not _excused(question[1])]
 
         # A series that began a moment ago has no rate yet.
-        deadline = time.monotonic() + 20
-        while unexpected() and time.monotonic() < deadline:
-            time.sleep(1)
-        assert not unexpected()
+        until(lambda: not unexpected(), "an answer to every expression", poll_s=1)
         excused = silent()
     # Those that are always empty here show that the others were looked at.
     names = {name for name in MAY_BE_EMPTY for _, expression in excused if name in expression}
@@ -129,12 +125,12 @@ def test_what_prometheus_sums_up_is_what_callers_got(watched: Watched) -> None:
     """Counters are exact, through HTTP, rounds and scrape: tokens, positions and rounds fit together; nobody's number
     is no number."""
     with watched.load():
-        eventually(lambda: watched.tokens_delivered > 100, "tokens were delivered", 30)
+        until(lambda: watched.tokens_delivered > 100, "tokens were delivered")
     router, prometheus = watched.system.router, watched.prometheus
     watched.system.assert_idle()
     delivered = router.metric("moot_generation_tokens_total")
     assert delivered == watched.tokens_delivered
-    eventually(lambda: prometheus.value("sum(moot_generation_tokens_total)") == delivered, "the last scrape", 10)
+    until(lambda: prometheus.value("sum(moot_generation_tokens_total)") == delivered, "the last scrape")
     accepted = router.metric("moot_accepted_tokens_total")
     assert accepted == router.metric("moot_accepted_tokens_per_position_total")
     assert 0 < accepted <= router.metric("moot_draft_tokens_total")
@@ -176,14 +172,14 @@ def test_lost_drafters_and_a_lost_store_raise_their_alerts_and_nothing_else(watc
     wanted = {"MootAllDraftersLost", "MootStoreDown"}
     assert system.store is not None
     with watched.load():
-        eventually(lambda: prometheus.firing() <= expected, "all is well", 20)
+        until(lambda: prometheus.firing() <= expected, "all is well")
         for drafter in system.drafters.values():
             drafter.kill()
         system.store.kill()
-        eventually(lambda: wanted <= prometheus.firing(), "both alerts fire", 20)
+        until(lambda: wanted <= prometheus.firing(), "both alerts fire")
         assert prometheus.firing() <= wanted | expected
         system.heal()
-        eventually(lambda: not wanted & prometheus.firing(), "both alerts are over", 20)
+        until(lambda: not wanted & prometheus.firing(), "both alerts are over")
 
 
 def _parts(expression: str) -> list[str]:
@@ -214,6 +210,5 @@ def _excused(expression: str) -> bool:
 
 
 def _samples(port: int) -> list[Any]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
+    text = get(port, "/metrics").text
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]

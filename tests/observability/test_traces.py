@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +16,10 @@ from moot.core.errors import ConfigError
 from moot.runtime.tracing import checked_traceparent, open_tracing
 from tests.integration.asking import Ask
 from tests.integration.looping_model import make_looping_model
-from tests.integration.processes import eventually
 from tests.integration.whole_system import System, running
 from tests.observability.needed_tools import module
 from tests.observability.otlp_collector import Collector, Seen
+from tests.waiting import until
 
 module("opentelemetry.sdk.trace", "opentelemetry-sdk")
 module("opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http")
@@ -35,7 +36,7 @@ class Traced:
     def wait(self, trace_id: str, num_spans: int) -> list[Seen]:
         """Spans leave a moment after they ended; the caller's own is not among them."""
         return list(
-            eventually(
+            until(
                 lambda: found if len(found := self.collector.spans(trace_id)) >= num_spans else None,
                 f"{num_spans} spans of trace {trace_id}",
                 20,
@@ -88,7 +89,7 @@ def test_a_request_without_a_context_begins_a_trace_of_its_own(traced: Traced) -
     """Nothing that is no context goes into a message: whoever sends one gets a new trace."""
     before = len({span.trace_id for span in traced.collector.spans()})
     ask(traced.system, "not a trace id")
-    eventually(lambda: len({span.trace_id for span in traced.collector.spans()}) > before, "a new trace", 20)
+    until(lambda: len({span.trace_id for span in traced.collector.spans()}) > before, "a new trace")
 
 
 def test_a_request_that_moves_has_a_session_for_each_verifier(traced: Traced) -> None:
@@ -97,15 +98,15 @@ def test_a_request_that_moves_has_a_session_for_each_verifier(traced: Traced) ->
     moving = Ask(system.router.port, {"model": "tiny", "prompt": "ha ha", "max_tokens": 1500, "ignore_eos": True})
     moving.wait_tokens(5)
     max(system.verifiers, key=lambda verifier: verifier.metric("moot_num_sessions")).terminate()
-    eventually(lambda: moving.is_over, "the request ends", 60)
+    until(lambda: moving.is_over, "the request ends")
     assert moving.reply.finish_reason == "length"
 
     def of_the_request() -> list[Seen]:
         every = traced.collector.spans()
         return [span for span in every if span.facts.get("num_output_tokens") == 1500 and span.service == "moot-router"]
 
-    (request,) = eventually(of_the_request, "the request's span", 20)
-    spans = eventually(
+    (request,) = until(of_the_request, "the request's span")
+    spans = until(
         lambda: found if len(found := traced.collector.spans(request.trace_id)) == 3 else None, "both sessions", 20
     )
     sessions = [span for span in spans if span.service == "moot-verifier"]
@@ -115,20 +116,30 @@ def test_a_request_that_moves_has_a_session_for_each_verifier(traced: Traced) ->
     assert max(session.facts["num_output_tokens"] for session in sessions) == 1500
 
 
-def test_without_a_collector_nothing_is_imported_and_nothing_recorded() -> None:
-    """Off is the default, and costs nothing."""
-    script = (
-        "import sys; from moot.runtime.tracing import open_tracing; tracing = open_tracing('router', {});"
-        "span = tracing.begin('request', request_id='x'); span.note(num=1); span.end('Error'); tracing.close();"
-        "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules) or span.traceparent != '')"
-    )
+def test_without_a_collector_nothing_is_recorded_and_the_context_goes_on() -> None:
+    """Off is the default: neither recorder nor exporter is loaded, also by other variables of OpenTelemetry's, and a
+    caller's context goes through as it came."""
+    script = f"""
+import sys
+from moot.runtime.tracing import open_tracing
+tracing = open_tracing("router", {{}})
+for parent in ("", "00-4bf92f3577b34da6a3ce929d0e0e4736-{CALLER}-01"):
+    span = tracing.begin("request", parent, request_id="x")
+    span.note(num=1)
+    assert span.traceparent == parent, span.traceparent
+    span.end("Error")
+tracing.close()
+assert not any(name.startswith(("opentelemetry.sdk", "opentelemetry.exporter")) for name in sys.modules)
+"""
+    environ = {**os.environ, "OTEL_PYTHON_TRACER_PROVIDER": "sdk_tracer_provider"}
     root = Path(__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", script], cwd=root, timeout=60, check=False).returncode == 0
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, env=environ, timeout=60, check=False)
+    assert done.returncode == 0
 
 
 def test_a_collector_without_the_packages_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody who asks for traces and gets none must hear of it at the start."""
-    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"moot\[tracing\]"):
         open_tracing("router", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from moot.core.options import make_config
 from moot.core.types import SamplingParams
 from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
 from moot.drafters.lookup.datastore import build
@@ -35,7 +36,7 @@ class House:
     folder: Path
     """What lies there already is not made again."""
     change: Callable[[Engine], None] = lambda engine: None
-    patience_s: float = 10.0
+    patience_s: float = 60.0
     """How long what requests hold may outlive them."""
     known: Known = field(default_factory=dict)
     _loaded: dict[str, LoadedModel] = field(default_factory=dict)
@@ -63,7 +64,8 @@ class House:
 
     async def served(self, spec: TargetSpec) -> ServedTarget:
         if spec.name not in self._served:
-            config = VerifierConfig(
+            config = make_config(
+                VerifierConfig,
                 model=spec.name,
                 drafters=tuple(self._inside(spec)),
                 max_model_len=spec.max_model_len,
@@ -96,7 +98,7 @@ class House:
 
     def _superposed(self, table: Path) -> Pod:
         options = ("dtype=float32", f"table={table}")
-        config = DrafterConfig(
+        config = make_config(DrafterConfig,
             kind="superposed", drafter_id="superposed", model=str(self.model(TARGETS[0])), option=options, num_threads=1
         )  # fmt: skip
         return Pod(config, make_proposer)
@@ -111,7 +113,7 @@ class House:
             stages = ("", "suffix", f"prompt_lookup+neural~model={other}~num_threads=1~dtype=float32")[STAGES[name] - 1]
             ahead = "on" if name == "neural_two" else "off"
             options = ("dtype=float32", f"stages={stages}")
-            config = DrafterConfig(
+            config = make_config(DrafterConfig,
                 kind="neural", drafter_id=name, model=str(self.model(first)), option=options, num_threads=1,
                 draft_ahead=ahead,
             )  # fmt: skip
@@ -120,7 +122,7 @@ class House:
         proposer.family = name
         info = self.loaded(first).info
         # All ids that the wire can carry may leave this pod.
-        return Pod(DrafterConfig(kind=name, drafter_id=name), lambda config: (proposer, info))
+        return Pod(make_config(DrafterConfig, kind=name, drafter_id=name), lambda config: (proposer, info))
 
     def left(self, names: Iterable[str], spec: TargetSpec) -> dict[str, int]:
         found = self._served[spec.name].left()

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from moot.core.options import make_config
 from moot.core.types import Draft, FinishReason, SamplingParams, TokenLogprobs
 from moot.model.backend import plain_runner
 from moot.model.loading.load import LoadedModel
@@ -35,7 +36,7 @@ class PlainTarget:
     """Plain decoding: an engine of its own, without drafters or shared prompts, that is sent empty drafts only."""
 
     def __init__(self, loaded: LoadedModel, spec: TargetSpec) -> None:
-        config = VerifierConfig(model=spec.name, max_model_len=spec.max_model_len, prefix_cache_tokens=0)
+        config = make_config(VerifierConfig, model=spec.name, max_model_len=spec.max_model_len, prefix_cache_tokens=0)
         self._engine = Engine(plain_runner(loaded, CACHE_TOKENS, True), config)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plain")
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from moot.core.options import make_config
 from moot.core.types import ModelInfo, TokenLogprobs
 from moot.runtime.metrics import Metrics
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -27,8 +28,7 @@ from tests.paths.path_checks import Expected, check_choice, check_counters, expe
 from tests.paths.path_drawing import LOCAL, PODS, Case, System, draw_case
 from tests.paths.path_peers import House
 from tests.paths.path_plain import Plain
-
-TIMEOUT_S = 60.0
+from tests.waiting import GIVE_UP_S, eventually
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Front:
     async def generate(self, outcome: Outcome) -> None:
         request = outcome.request
         assembler = IncrementalText.of(request, self.prompts.tokens, self.info.end_token_ids)
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(GIVE_UP_S):
             async for chunk in self.rounds.generate(request, assembler):
                 outcome.token_ids += chunk.token_ids
                 outcome.text += chunk.text
@@ -134,7 +134,8 @@ class Front:
 async def front(house: House, system: System) -> AsyncIterator[Front]:
     target = await house.served(system.target)
     pods = [f"{name}={(await house.pod(name)).address}" for name in system.electorate if name in PODS]
-    config = RouterConfig(
+    config = make_config(
+        RouterConfig,
         model=str(house.model(system.target)),
         served_model_name=("tiny",),
         verifiers=(target.address,),
@@ -148,7 +149,7 @@ async def front(house: House, system: System) -> AsyncIterator[Front]:
     peers = Peers(config, tokenizer, metrics)
     model = ServedModel("tiny", tokenizer_fingerprint(tokenizer))
     rounds = Rounds(peers.targets, peers.electorate, MemoryStore(), model, metrics, config.max_buffered_spans)
-    prompts = PromptTokenizer(tokenizer, timeout_s=TIMEOUT_S, num_threads=1, max_prompt_bytes=1 << 20)
+    prompts = PromptTokenizer(tokenizer, timeout_s=GIVE_UP_S, num_threads=1, max_prompt_bytes=1 << 20)
     try:
         peers.start()
         await eventually(lambda: peers.targets.is_available)
@@ -157,12 +158,6 @@ async def front(house: House, system: System) -> AsyncIterator[Front]:
     finally:
         prompts.close()
         await peers.close()
-
-
-async def eventually(holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not holds():  # noqa: ASYNC110 - what it looks at belongs to peers and their threads
-            await asyncio.sleep(0.002)
 
 
 async def play(house: House, cases: Sequence[Case]) -> list[Played]:

@@ -83,7 +83,11 @@ class Pod(_Served):
         super().__init__(self.engine, GrpcServer(config.link, ()))
         description = description_to_pb(self._proposer.kind, self._proposer.family, info)
         servicer = DrafterServicer(
-            self.engine, description, config.drafter_id, config.max_queued_answers, config.max_message_bytes
+            self.engine,
+            description,
+            config.drafter_id,
+            config.service.max_queued_answers,
+            config.link.max_message_bytes,
         )
         drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server(servicer, self._server.server)
 

@@ -137,7 +137,7 @@ class Caught(Exception):
     """No more cases are needed."""
 
 
-def num_until_caught(folder: Path, change: Callable[[Engine], None], most: int, patience_s: float = 10.0) -> int | None:
+def num_until_caught(folder: Path, change: Callable[[Engine], None], most: int, patience_s: float = 60.0) -> int | None:
     """How many cases were played until one was wrong, at most `most`; None: none was."""
     num_played = 0
 

@@ -29,7 +29,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(params=PARAMS)
 def test_sampling_params_survive_the_wire(params: SamplingParams) -> None:
     """The text is a function of these: not one bit may change between router and verifier."""
@@ -37,7 +37,7 @@ def test_sampling_params_survive_the_wire(params: SamplingParams) -> None:
     assert convert.sampling_from_pb(message) == params
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data(), size=st.integers(0, 12))
 def test_drafts_survive_the_wire(data: st.DataObject, size: int) -> None:
     """A chain stays a chain (and travels without parents), a tree keeps its parents."""

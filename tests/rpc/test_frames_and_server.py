@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
 from pathlib import Path
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -17,8 +17,10 @@ from moot.rpc.interceptors import status_of
 from moot.rpc.link import ITEM_OVERHEAD_BYTES, FrameQueue, FrameQueueFull, LinkConfig, open_channel
 from moot.rpc.server import GrpcServer, run_until_terminated
 from moot.runtime.metrics import Metrics
+from moot.runtime.process import PeerOptions
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc as pb_grpc
+from tests.waiting import GIVE_UP_S
 
 
 def test_a_frame_takes_all_that_waits_up_to_its_size() -> None:
@@ -91,10 +93,13 @@ def test_large_frames_pass_and_larger_ones_fail_cleanly_and_errors_carry_codes(t
         ready = tmp_path / "ready.json"
         life = asyncio.create_task(
             run_until_terminated(
-                server, metrics, host="127.0.0.1", port=0, metrics_port=0, ready_file=ready, drain=drain,
-                drain_grace_s=5, terminated=terminated,
+                server,
+                metrics,
+                PeerOptions(port=0, metrics_port=0, ready_file=ready, drain_grace_s=5.0),
+                drain=drain,
+                terminated=terminated,
             )
-        )  # fmt: skip
+        )
         while not ready.exists():
             assert not life.done(), life.exception()
             await asyncio.sleep(0.01)
@@ -102,9 +107,9 @@ def test_large_frames_pass_and_larger_ones_fail_cleanly_and_errors_carry_codes(t
         async with open_channel(f"127.0.0.1:{facts['port']}", link) as channel:
             stub = pb_grpc.DrafterServiceStub(channel)
             health = health_pb2_grpc.HealthStub(channel)
-            assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=5)).status == 1
+            assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=GIVE_UP_S)).status == 1
 
-            watch = health.Watch(health_pb2.HealthCheckRequest(service="moot.v1.DrafterService"), timeout=20)
+            watch = health.Watch(health_pb2.HealthCheckRequest(service="moot.v1.DrafterService"), timeout=GIVE_UP_S)
             assert (await watch.read()).status == 1
             watch.cancel()
 
@@ -112,7 +117,7 @@ def test_large_frames_pass_and_larger_ones_fail_cleanly_and_errors_carry_codes(t
                 command = pb.DraftCommand(
                     session_id=1, open=pb.OpenDraftSession(request_id=request_id, prompt_token_ids=[2**31] * size)
                 )
-                async for answer in stub.Draft(iter([pb.DraftRequest(commands=[command])]), timeout=20):
+                async for answer in stub.Draft(iter([pb.DraftRequest(commands=[command])]), timeout=GIVE_UP_S):
                     return int(answer.answers[0].session_id)
                 raise AssertionError("no answer")
 
@@ -126,13 +131,12 @@ def test_large_frames_pass_and_larger_ones_fail_cleanly_and_errors_carry_codes(t
             assert invalid.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             assert ("moot-param", "top_k") in tuple(invalid.value.trailing_metadata())
             with pytest.raises(grpc.aio.AioRpcError) as full:
-                await stub.Describe(pb.DescribeDrafterRequest(), timeout=5)
+                await stub.Describe(pb.DescribeDrafterRequest(), timeout=GIVE_UP_S)
             assert full.value.code() == grpc.StatusCode.UNAVAILABLE
             assert ("retry-after", "3") in tuple(full.value.trailing_metadata())
-        with urllib.request.urlopen(f"http://127.0.0.1:{facts['metrics_port']}/readyz", timeout=5) as answer:
-            assert answer.status == 200
+        assert httpx.get(f"http://127.0.0.1:{facts['metrics_port']}/readyz", timeout=GIVE_UP_S).status_code == 200
         terminated.set()
-        await asyncio.wait_for(life, 10)
+        await asyncio.wait_for(life, GIVE_UP_S)
         assert drained == [True]
 
     asyncio.run(main())

@@ -13,6 +13,7 @@ from moot.rpc.link import LinkConfig
 from moot.testing import InProcessServer
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc as pb_grpc
+from tests.waiting import GIVE_UP_S
 
 PINGS_S = 6.0
 
@@ -44,7 +45,7 @@ def test_pings_that_come_in_bursts_end_no_connection() -> None:
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(asyncio.shield(nothing), PINGS_S)
                 await call.write(pb.DraftRequest())
-                assert (await asyncio.wait_for(nothing, 10)).answers[0].session_id == 1
+                assert (await asyncio.wait_for(nothing, GIVE_UP_S)).answers[0].session_id == 1
                 call.cancel()
 
     asyncio.run(main())

@@ -28,6 +28,7 @@ from moot.runtime.metrics import Metrics
 from moot.testing.certificates import Authority, Leaf, PodFiles, shown_serial_number
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc as pb_grpc
+from tests.waiting import GIVE_UP_S, eventually
 
 ROUTER = Identity("prod", "demo", "router")
 VERIFIER, DRAFTER = ROUTER.peer("verifier"), ROUTER.peer("drafter")
@@ -54,7 +55,7 @@ class Line:
 
     async def ask(self) -> int:
         await self.call.write(pb.DraftRequest())
-        return int((await asyncio.wait_for(self.call.read(), 20)).answers[0].session_id)
+        return int((await asyncio.wait_for(self.call.read(), GIVE_UP_S)).answers[0].session_id)
 
 
 class Stage:
@@ -103,7 +104,7 @@ class Stage:
 
 
 async def health(channel: grpc.aio.Channel) -> int:
-    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=GIVE_UP_S)
     return int(answer.status)
 
 
@@ -113,7 +114,7 @@ async def refusal(channel: grpc.aio.Channel, server_name: str | None = VERIFIER.
         await health(channel)
     assert caught.value.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE)
     with pytest.raises(grpc.aio.AioRpcError) as of_stream:
-        await asyncio.wait_for(pb_grpc.DrafterServiceStub(channel).Draft().read(), 20)
+        await asyncio.wait_for(pb_grpc.DrafterServiceStub(channel).Draft().read(), GIVE_UP_S)
     assert of_stream.value.code() is caught.value.code()
     return failure_of(caught.value, server_name)
 
@@ -123,7 +124,7 @@ def staged(folder: Path, play: Callable[[Stage], Awaitable[None]]) -> None:
         async with Stage(folder) as stage:
             await play(stage)
 
-    asyncio.run(asyncio.wait_for(main(), 120))
+    asyncio.run(asyncio.wait_for(main(), GIVE_UP_S))
 
 
 def test_only_a_router_of_the_installation_may_call(tmp_path: Path) -> None:
@@ -248,11 +249,7 @@ def test_streams_outlive_certificates_and_new_connections_have_the_new_ones(tmp_
         served = OURS.issue(VERIFIER)
         stage.files.write(served, OURS)
         # The server looks by itself.
-        for _ in range(200):
-            if stage.tls.certificates.serial_number == served.serial_number:
-                break
-            await asyncio.sleep(0.1)
-        assert stage.tls.certificates.serial_number == served.serial_number
+        await eventually(lambda: stage.tls.certificates.serial_number == served.serial_number)
         assert await line.ask() == first.serial_number & 0xFFFFFFFF
         assert await (await stage.line(router)).ask() == second.serial_number & 0xFFFFFFFF
         assert await asyncio.to_thread(shown_serial_number, stage.address, VERIFIER, files) == served.serial_number

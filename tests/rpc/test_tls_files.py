@@ -24,8 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from moot.config import load_config
 from moot.core.errors import ConfigError
 from moot.rpc.identity import Identity, identity_of
-from moot.rpc.link import LinkOptions
-from moot.rpc.tls import PodTls, open_tls
+from moot.rpc.tls import PodTls, TlsOptions, open_tls
 from moot.runtime.metrics import Metrics
 from moot.testing.certificates import Authority, Leaf, PodFiles
 
@@ -129,9 +128,9 @@ def test_files_that_cannot_be_read_and_flags_without_each_other_are_named(tmp_pa
     ended = Authority("ended", starts=-9, ends=-1)
     with pytest.raises(ConfigError, match="^--tls-ca-file: .* has expired on 20"):
         opened(files_in(tmp_path / "ended", ended.issue(VERIFIER), ended))
-    assert open_tls(load_config(LinkOptions, [], {}), "verifier", Metrics("verifier")) is None
+    assert open_tls(load_config(TlsOptions, [], {}), "verifier", Metrics("verifier")) is None
     with pytest.raises(ConfigError, match="^--tls-key-file and --tls-ca-file: the three --tls-"):
-        open_tls(load_config(LinkOptions, [], {"MOOT_TLS_CERT_FILE": "x"}), "verifier", Metrics("verifier"))
+        open_tls(load_config(TlsOptions, [], {"MOOT_TLS_CERT_FILE": "x"}), "verifier", Metrics("verifier"))
 
 
 def test_an_unreadable_key_is_named() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from moot.config import flag_of, load_config, option
 from moot.core.errors import ConfigError
+from moot.core.options import Options, part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +97,70 @@ def test_help_tells_a_programs_own_flags_before_those_that_all_have(capsys: pyte
         load_config(Own, ["--help"], {})
     shown = capsys.readouterr().out
     assert shown.index("a flag of this program") < shown.index("a flag of every program")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines(Options):
+    soft_ms: float = option(50.0, flag="vote_soft_deadline_ms", help="milliseconds until few suffice", minimum=0)
+    quorum: float = option(0.5, help="how many suffice", minimum=0, maximum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener(Options):
+    port: int = option(help="TCP port", minimum=0)
+    mode: str = option("degrade", help="what to do", choices=("degrade", "required"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nesting(Options):
+    model: str = option(help="model folder")
+    deadlines: Deadlines = part(Deadlines)
+    listener: Listener = part(Listener, port=7100)
+
+
+def test_options_of_parts_come_from_flags_environment_and_file(tmp_path: Path) -> None:
+    """All three know them by their flat names, in the same order of precedence, at once."""
+    file = tmp_path / "moot.yaml"
+    file.write_text("model: from-file\nvote_soft_deadline_ms: 10\nquorum: 0.25\nport: 1\n")
+    environ = {"MOOT_VOTE_SOFT_DEADLINE_MS": "20", "MOOT_QUORUM": "1", "MOOT_CONFIG": str(file)}
+    config = load_config(Nesting, ["--vote-soft-deadline-ms", "30"], environ)
+    assert config == Nesting(
+        model="from-file", deadlines=Deadlines(soft_ms=30.0, quorum=1.0), listener=Listener(port=1)
+    )
+    assert load_config(Nesting, ["--model", "m"], {}) == Nesting(model="m", listener=Listener(port=7100))
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "yaml", "says"),
+    [
+        (["--quorum", "1.01"], {}, "", "^--quorum must be 0 to 1$"),
+        ([], {"MOOT_QUORUM": "-0.01"}, "", "^MOOT_QUORUM must be 0 to 1$"),
+        ([], {}, "quorum: 2\n", "^quorum in .*moot.yaml must be 0 to 1$"),
+        (["--vote-soft-deadline-ms", "-1"], {}, "", "^--vote-soft-deadline-ms must be at least 0$"),
+        (["--port", "-1"], {}, "", "^--port must be at least 0$"),
+        ([], {"MOOT_MODE": "other"}, "", "^MOOT_MODE: 'other' is not one of degrade, required$"),
+        ([], {}, "soft_ms: 1\n", "unknown key in .*moot.yaml: soft_ms$"),
+        ([], {}, "deadlines: {quorum: 1}\n", "unknown key in .*moot.yaml: deadlines$"),
+    ],
+)
+def test_what_is_wrong_in_a_part_names_where_it_was_given(
+    argv: list[str], environ: dict[str, str], yaml: str, says: str, tmp_path: Path
+) -> None:
+    """The flag, the variable or the key of the file; the names of parts are none of them."""
+    if yaml:
+        file = tmp_path / "moot.yaml"
+        file.write_text(yaml)
+        environ = {**environ, "MOOT_CONFIG": str(file)}
+    with pytest.raises(ConfigError, match=says):
+        load_config(Nesting, ["--model", "m", *argv], environ)
+
+
+def test_help_shows_the_options_of_parts_with_default_and_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each once, by its flag."""
+    with pytest.raises(SystemExit):
+        load_config(Nesting, ["--help"], {})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("--vote-soft-deadline-ms VALUE milliseconds until few suffice (default: 50.0; at least 0)") == 1
+    assert "--quorum VALUE how many suffice (default: 0.5; 0 to 1)" in shown
+    assert "--port VALUE TCP port (default: 7100; at least 0)" in shown
+    assert "--soft-ms" not in shown

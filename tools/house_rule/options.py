@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from house_rule.tables import MEASUREMENTS
 from house_rule.tree import Module, Tree
 from house_rule.violation import Violation
 
@@ -14,6 +15,8 @@ _NOTHING = {"None", "()", "''"}
 """Defaults that say only that nothing was given."""
 _PLAIN = {*_NOTHING, "0", "1", "0.0", "1.0", "False", "True"}
 """Defaults that a dataclass without options may share with an option by chance."""
+
+_CHECKS = ("__post_init__", "check_together")
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Record:
-    """A dataclass: `kin` are the classes that it inherits or nests, `bounds` what its __post_init__ asks of fields."""
+    """A dataclass: `kin` are the classes that it inherits or nests, `bounds` what its checks ask of several fields."""
 
     name: str
     path: str
@@ -53,7 +56,8 @@ class Statement:
 
 def options_stand_once(tree: Tree) -> Iterator[Violation]:
     """Rule 6, of all dataclasses with options; defaults also of those without, which a config must not restate."""
-    records = [record for module in tree.modules.values() for record in _records(module)]
+    modules = [module for module in tree.modules.values() if not module.path.startswith(MEASUREMENTS)]
+    records = [record for module in modules for record in _records(module)]
     yield from _copied(records)
     stated: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
@@ -106,31 +110,42 @@ def _family(kin: dict[str, frozenset[str]], name: str) -> set[str]:
 
 
 def _records(module: Module) -> Iterator[Record]:
+    callers = _callers(module.syntax)
     for node in ast.walk(module.syntax):
         if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(one) for one in node.decorator_list):
             fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
             named = [*node.bases, *(one.annotation for one in fields)]
             kin = frozenset(part.id for one in named for part in ast.walk(one) if isinstance(part, ast.Name))
             bounds = tuple(dict.fromkeys(_bounds(node)))
-            yield Record(node.name, module.path, tuple(_field(one) for one in fields), kin - {node.name}, bounds)
+            yield Record(
+                node.name, module.path, tuple(_field(one, callers) for one in fields), kin - {node.name}, bounds
+            )
 
 
-def _field(node: ast.AnnAssign) -> Field:
+def _callers(syntax: ast.Module) -> frozenset[str]:
+    """By which names a module calls what declares an option."""
+    imported = [one for node in ast.walk(syntax) if isinstance(node, ast.ImportFrom) for one in node.names]
+    return frozenset(one.asname or one.name for one in imported if one.name in ("option", "option_of"))
+
+
+def _field(node: ast.AnnAssign, callers: frozenset[str]) -> Field:
     call, default, text = node.value, node.value, ""
     if isinstance(call, ast.Call):
         # field(...) and other calls make a value for each object: no default that could be stated twice.
         default = None
-        if isinstance(call.func, ast.Name) and call.func.id == "option":
+        if isinstance(call.func, ast.Name) and call.func.id in callers:
             given = {keyword.arg: keyword.value for keyword in call.keywords}
-            default = call.args[0] if call.args else given.get("default")
-            text = ast.unparse(given["help"]) if "help" in given else "''"
+            # option_of(POLICY, "quorum") states nothing but what it is given beside.
+            is_taken = len(call.args) == 2
+            default = call.args[0] if call.args and not is_taken else given.get("default")
+            text = ast.unparse(given["help"]) if "help" in given else "" if is_taken else "''"
     attributes = [part.attr for part in ast.walk(default) if isinstance(part, ast.Attribute)] if default else []
     return Field(ast.unparse(node.target), ast.unparse(default) if default else "", text, tuple(attributes))
 
 
 def _bounds(node: ast.ClassDef) -> Iterator[str]:
     """Comparisons with fields, and fields named to a function that refuses: `self.require_positive("port")`."""
-    checks = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__post_init__"]
+    checks = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name in _CHECKS]
     for part in (part for check in checks for part in ast.walk(check)):
         if isinstance(part, ast.Compare) and "self." in (text := ast.unparse(part)):
             yield text

@@ -31,6 +31,7 @@ _ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|etc|vs)\.(?=\s)")
 _MADE_PARTS = re.compile(
     r"<!-- (?P<mark>[\w-]+): begin.*?<!-- (?P=mark): end -->|<!-- result [\w-]+ -->.*?<!-- end -->", re.DOTALL
 )
+SERVING = ("moot", "services")
 _TWICE_ALLOWED = {"__init__", "__main__", "config", "servicer"}
 
 
@@ -76,9 +77,11 @@ def imports_are_no_circle(tree: Tree) -> Iterator[Violation]:
 
 
 def names_stand_once(tree: Tree) -> Iterator[Violation]:
-    """Rule 4: base names of modules and names of public classes."""
+    """Rule 4: base names of modules and names of public classes, in what serves."""
     modules, classes = defaultdict(list), defaultdict(list)
     for module in tree.modules.values():
+        if not _within(module.name, SERVING):
+            continue
         if module.base_name not in _TWICE_ALLOWED and module.folder != "moot/commands":
             modules[module.base_name].append(module.path)
         for node in module.syntax.body:

@@ -10,11 +10,14 @@ CROWDED = {"moot/commands": "one module per subcommand"}
 PUBLIC = {"moot.testing": "fakes for tests of what is built on Moot"}
 """Packages whose modules are imported by code outside the house."""
 
+MEASUREMENTS = "lab/bench/"
+"""A figure's conditions are its own, and stay as they are when a default of the product moves: no options of rule 6."""
+
 PLUG_IN = "plug-in"
 KEEPS_OUT = "keeps out "
 PROPERTY_TEST = "property test "
 
-SMALL_BUT_STANDING: dict[str, str] = {}
+SMALL_BUT_STANDING: dict[str, str] = {"lab.replay.attached": "keeps out torch"}
 """Modules under 80 lines with one importer: PLUG_IN, KEEPS_OUT and the library, or PROPERTY_TEST and its path."""
 
 

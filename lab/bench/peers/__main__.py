@@ -1,6 +1,6 @@
 """Moot and other systems side by side, interleaved prompt by prompt, in one run on this machine.
 
-    python -m bench.peers [--peers moot,transformers,...] [--prompts FILE --held-out] [--concurrency 1 16]
+    python -m lab.bench.peers [--peers moot,transformers,...] [--prompts FILE --held-out] [--concurrency 1,16]
 
 Every peer gets the same token ids and the same most tokens, greedy. One that is not to speak is stopped. Environments
 are made once under --venvs. --seconds ends a call early; the next with the same --samples goes on where it ended and
@@ -10,63 +10,54 @@ is measured again. --report-only makes the table of such a file. Without --promp
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.bench.driving.prompts import held_out
-from lab.bench.peers import gguf_files
+from lab.bench.harness.pages import COMMANDS, ROOT, Bench, Table
+from lab.bench.harness.prompts import PromptConfig, read_prompts
 from lab.bench.peers.catalogue import PEERS, Peer, chosen
-from lab.bench.peers.environments import interpreter
+from lab.bench.peers.environments import gguf_files, interpreter
 from lab.bench.peers.figures import HEADER, Sample, complete, fingerprint, rows
-from lab.bench.peers.prompts import evenly, text_of
 from lab.bench.peers.protocol import Child, PeerFailed
-from lab.bench.report import RESULTS, publish
-from moot.commands.common import say
+from moot.commands.common import DEMO_MODEL, say
 from moot.commands.demo import PROMPTS
-from moot.commands.system import DEMO_MODEL, prepared_model
+from moot.commands.system import prepared_model
+from moot.config import option
 from moot.core.errors import ConfigError, MootError
 from moot.shipped import cache_dir
 
-CHILDREN = Path(__file__).parent / "children"
+BENCH = Bench("peers", __doc__, measures=("services", "moot/core", "moot/drafters", "moot/model"))
 START_TIMEOUT_S = 600.0
 TURN_TIMEOUT_S = 300.0
 
 
-def parsed(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--peers", default=",".join(peer.name for peer in PEERS), help="which, with commas")
-    parser.add_argument("--prompts", type=Path, help="JSON lines with `turns` or `prompt`, and `category`")
-    parser.add_argument("--held-out", action="store_true", help="only those whose question_id ends in 7")
-    parser.add_argument("--limit", type=int, default=8, help="prompts taken, evenly over the categories")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16], help="requests at once")
-    parser.add_argument("--passes", type=int, default=2, help="times each prompt is asked alone")
-    parser.add_argument("--batch-rounds", type=int, default=7, help="rounds at each concurrency above 1")
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so long")
-    parser.add_argument("--samples", type=Path, help="file that samples are added to, and read from")
-    parser.add_argument("--venvs", type=Path, default=cache_dir() / "peers")
-    parser.add_argument("--install-only", action="store_true", help="make environments and files, measure nothing")
-    parser.add_argument("--report-only", action="store_true", help="measure nothing: the table of --samples")
-    return parser.parse_args(argv)
+@dataclass(frozen=True, kw_only=True)
+class Config(PromptConfig):
+    peers: tuple[str, ...] = option(tuple(peer.name for peer in PEERS), help="which")
+    limit: int = option(8, help="prompts taken, evenly over the categories")
+    concurrency: tuple[int, ...] = option((1, 16), help="requests at once")
+    passes: int = option(2, help="times each prompt is asked alone")
+    repetitions: int = option(7, help="rounds at each concurrency above 1")
+    max_tokens: int = option(96, help="longest answer, in tokens")
+    threads: int = option(os.cpu_count() or 1, help="compute threads of every peer")
+    seconds: float = option(86_400.0, help="begin no round after so long")
+    samples: Path | None = option(None, help="file that samples are added to, and read from")
+    venvs: Path = option(cache_dir() / "peers", help="folder of the peers' environments and files")
+    install_only: bool = option(False, help="make environments and files, measure nothing")
+    report_only: bool = option(False, help="measure nothing: the table of --samples")
 
-
-def read_texts(options: argparse.Namespace) -> list[str]:
-    if options.prompts is None:
-        return list(PROMPTS.values())[: options.limit]
-    lines = [json.loads(line) for line in options.prompts.read_text().splitlines() if line.strip()]
-    return [text_of(line) for line in evenly(held_out(lines) if options.held_out else lines, options.limit)]
+    @property
+    def chosen(self) -> list[Peer]:
+        """Raises ConfigError for a name there is none of."""
+        return chosen(self.peers)
 
 
 def tokenized(folder: Path, texts: Sequence[str]) -> tuple[list[list[int]], list[int]]:
@@ -84,39 +75,37 @@ def tokenized(folder: Path, texts: Sequence[str]) -> tuple[list[list[int]], list
     return prompts, ends if isinstance(ends, list) else [ends]
 
 
-def start(peer: Peer, options: argparse.Namespace, model: Path) -> Child | None:
+def start(peer: Peer, config: Config, model: Path) -> Child | None:
     """None where it was only to be installed. Raises PeerFailed or MootError."""
-    python = interpreter(peer.environment, options.venvs)
-    reads = gguf_files.prepare(options.venvs / "gguf") if peer.name == "llama_cpp" else model
-    if options.install_only:
+    python = interpreter(peer.environment, config.venvs)
+    reads = gguf_files(config.venvs / "gguf") if peer.name == "llama_cpp" else model
+    if config.install_only:
         return None
-    command = [str(python), str(CHILDREN / peer.script), str(reads), str(options.threads), *peer.arguments]
+    child = f"{COMMANDS}.peers.children.{peer.script}"
+    command = [str(python), "-m", child, str(reads), str(config.threads), *peer.arguments]
     environ = {
         "TOKENIZERS_PARALLELISM": "false",
         # vLLM runs tools (ninja) that lie in its own environment; compiled code is kept beside it.
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        "VLLM_CACHE_ROOT": str(options.venvs / "vllm-cache"),
+        "VLLM_CACHE_ROOT": str(config.venvs / "vllm-cache"),
         "MOOT_CACHE": str(cache_dir()),
+        "PYTHONPATH": str(ROOT),
     }
-    if not peer.environment:
-        environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-    log = options.venvs / "logs" / f"{peer.name}.log"
-    child = Child(command, log, environ, START_TIMEOUT_S, may_be_paused=peer.may_be_paused)
-    say(f"{peer.name} is ready {child.ready.get('versions', {})}")
-    return child
+    log = config.venvs / "logs" / f"{peer.name}.log"
+    process = Child(command, log, environ, START_TIMEOUT_S, may_be_paused=peer.may_be_paused)
+    say(f"{peer.name} is ready {process.ready.get('versions', {})}")
+    return process
 
 
 @contextmanager
-def started(
-    peers: Sequence[Peer], options: argparse.Namespace, model: Path, failures: dict[str, str]
-) -> Iterator[dict[str, Child]]:
+def started(peers: Sequence[Peer], config: Config, model: Path, failures: dict[str, str]) -> Iterator[dict[str, Child]]:
     """Those that start; the errors of the others go to `failures`."""
     children: dict[str, Child] = {}
     try:
         for peer in peers:
             say(f"starting {peer.name}")
             try:
-                child = start(peer, options, model)
+                child = start(peer, config, model)
                 if child is not None:
                     children[peer.name] = child
             except (PeerFailed, MootError) as error:
@@ -186,104 +175,85 @@ class Turns:
         return samples
 
 
-def measure(turns: Turns, options: argparse.Namespace, count: int, known: Sequence[Sample]) -> Iterator[Sample]:
+def measure(turns: Turns, config: Config, count: int, known: Sequence[Sample]) -> Iterator[Sample]:
     """Rounds not yet in `known` for any of the chosen peers, until the seconds are over."""
-    ends = time.monotonic() + options.seconds
-    peers = chosen(options.peers.split(","))
-    seen = complete(
-        known,
-        lambda at_once: {one.name for peer in peers for one in peer.variants if one.batches or at_once == 1},
-    )
-    for at_once in options.concurrency:
-        rounds = range(count * options.passes if at_once == 1 else options.batch_rounds)
+    ends = time.monotonic() + config.seconds
+    variants = [variant for peer in config.chosen for variant in peer.variants]
+    seen = complete(known, lambda at_once: {one.name for one in variants if one.batches or at_once == 1})
+    for at_once in config.concurrency:
+        rounds = range(count * config.passes if at_once == 1 else config.repetitions)
         if all((at_once, index) in seen for index in rounds):
             continue
-        turns.warm_up(at_once, options.max_tokens)
+        turns.warm_up(at_once, config.max_tokens)
         for index in rounds:
             if time.monotonic() > ends:
                 say("the seconds are over: the next call goes on")
                 return
             if (at_once, index) not in seen:
-                yield from turns.round(index, at_once, options.max_tokens)
+                yield from turns.round(index, at_once, config.max_tokens)
 
 
-def main() -> int:
-    options = parsed(sys.argv[1:])
-    try:
-        peers = chosen(options.peers.split(","))
-    except ValueError as error:
-        say(str(error))
-        return 2
+def main(argv: Sequence[str] | None = None) -> int:
+    config = BENCH.read(Config, argv)
+    peers = config.chosen
     model = Path(prepared_model(DEMO_MODEL, say))
-    texts = read_texts(options)
+    asked_prompts = read_prompts(config, config.limit, over_categories=True) if config.prompts else PROMPTS
+    texts = list(asked_prompts.values())[: config.limit]
     prompts, stops = tokenized(model, texts)
-    asked = {"prompts": prompts, "texts": texts, "stop_token_ids": stops}
-    try:
-        kept = read_samples(options, prompts)
-    except MootError as error:
-        say(str(error))
-        return 2
+    kept = read_samples(config, prompts)
     failures: dict[str, str] = {}
-    if options.report_only:
-        report(kept, failures, stops, options)
-        return 0
-    with started(peers, options, model, failures) as children:
-        if options.install_only:
-            return 1 if failures else 0
-        turns = Turns(peers, children, asked, failures, uuid.uuid4().hex[:8])
-        for sample in measure(turns, options, len(texts), tuple(kept)):
-            kept.append(sample)
-            if options.samples is not None:
-                with options.samples.open("a") as file:
-                    file.write(json.dumps(asdict(sample)) + "\n")
-    report(kept, failures, stops, options)
+    if not config.report_only:
+        with started(peers, config, model, failures) as children:
+            if config.install_only:
+                return 1 if failures else 0
+            asked = {"prompts": prompts, "texts": texts, "stop_token_ids": stops}
+            turns = Turns(peers, children, asked, failures, uuid.uuid4().hex[:8])
+            for sample in measure(turns, config, len(texts), tuple(kept)):
+                kept.append(sample)
+                if config.samples is not None:
+                    with config.samples.open("a") as file:
+                        file.write(json.dumps(asdict(sample)) + "\n")
+    report(kept, failures, stops, config, argv)
     return 1 if failures else 0
 
 
-def read_samples(options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> list[Sample]:
+def read_samples(config: Config, prompts: Sequence[Sequence[int]]) -> list[Sample]:
     """Raises ConfigError for samples of other prompts or another most tokens, and for --report-only without any."""
     kept: list[Sample] = []
-    if options.samples is not None and options.samples.is_file():
+    if config.samples is not None and config.samples.is_file():
         try:
-            kept = [Sample.read(json.loads(line)) for line in options.samples.read_text().splitlines()]
-        except (ValueError, KeyError) as error:
-            raise ConfigError(f"{options.samples} does not hold samples: {error!r}") from error
+            kept = [Sample.read(json.loads(line)) for line in config.samples.read_text().splitlines()]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{config.samples} does not hold samples: {error!r}") from error
     for sample in kept:
         picked = [prompts[place] for place in places(len(prompts), sample.round_index, sample.at_once)]
-        if sample.asked != fingerprint(picked, options.max_tokens):
-            raise ConfigError(f"{options.samples} holds samples of other prompts or another --max-tokens")
-    if options.report_only and not kept:
+        if sample.asked != fingerprint(picked, config.max_tokens):
+            raise ConfigError(f"{config.samples} holds samples of other prompts or another --max-tokens")
+    if config.report_only and not kept:
         raise ConfigError("--report-only needs --samples with a file that has some")
     return kept
 
 
 def report(
-    samples: Sequence[Sample], failures: dict[str, str], stops: Sequence[int], options: argparse.Namespace
+    samples: Sequence[Sample],
+    failures: Mapping[str, str],
+    stops: Sequence[int],
+    config: Config,
+    argv: Sequence[str] | None,
 ) -> None:
     lines = rows(PEERS, samples, failures, stops)
     facts = {
-        "max_tokens": options.max_tokens,
-        "threads": options.threads,
+        "max_tokens": config.max_tokens,
+        "threads": config.threads,
         "failures": failures,
-        "samples": [{**asdict(sample), "decoding": sample.decoding, "total": sample.total} for sample in samples],
+        # Answers stay in the file of the samples.
+        "samples": [
+            asdict(sample) | {"token_ids": None, "decoding": sample.decoding, "total": sample.total}
+            for sample in samples
+        ],
     }
-
-    def draw(figure: Any) -> None:
-        counts = sorted({sample.at_once for sample in samples})
-        for place, (count, axes) in enumerate(
-            zip(counts, figure.subplots(1, len(counts), squeeze=False)[0], strict=True)
-        ):
-            bars = [
-                (str(row[0]), float(str(row[HEADER.index("tokens/s in all")]).split()[0].replace(",", "")))
-                for row in lines
-                if row[1] == count
-            ]
-            axes.barh([name for name, _ in bars][::-1], [speed for _, speed in bars][::-1])
-            axes.set_title(f"{count} at once")
-            axes.set_xlabel("tokens/s in all" if place == 0 else "tokens/s in all, all requests")
-
-    publish("peers", HEADER, lines, facts, draw if samples else None)
-    print(f"results: {RESULTS / 'peers.json'}")
+    picture = "tokens/s in all" if samples else ""
+    BENCH.publish(config, Table(HEADER, lines, labels=2), facts, picture, argv=argv)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from moot.core.errors import ConfigError
 from moot.shipped import locate
 
 BFLOAT16, FOUR_BITS = "bfloat16", "4-bit weights: another model's numerics"
@@ -37,7 +38,7 @@ PEERS = (
     Peer(
         "moot",
         "",
-        "moot_child.py",
+        "moot_child",
         (
             Variant("off", "Moot, drafting off", batches=True),
             Variant("on", "Moot, drafting on", plain_of="off", batches=True),
@@ -47,7 +48,7 @@ PEERS = (
     Peer(
         "transformers",
         "transformers",
-        "transformers_child.py",
+        "transformers_child",
         (
             Variant("plain", "transformers generate"),
             Variant("prompt_lookup", "transformers prompt lookup", plain_of="plain"),
@@ -58,21 +59,21 @@ PEERS = (
     Peer(
         "transformers_continuous",
         "transformers",
-        "continuous_child.py",
+        "continuous_child",
         (Variant("continuous", "transformers generate_batch", batches=True),),
     ),
-    Peer("vllm", "vllm", "vllm_child.py", (Variant("vllm", "vLLM", batches=True),), ("plain",)),
+    Peer("vllm", "vllm", "vllm_child", (Variant("vllm", "vLLM", batches=True),), ("plain",)),
     Peer(
         "vllm_ngram",
         "vllm",
-        "vllm_child.py",
+        "vllm_child",
         (Variant("ngram", "vLLM n-gram", plain_of="vllm", batches=True),),
         ("ngram",),
     ),
     Peer(
         "llama_cpp",
         "llama_cpp",
-        "llama_cpp_child.py",
+        "llama_cpp_child",
         (
             Variant("q4", "llama.cpp 4-bit", FOUR_BITS),
             Variant("q4_lookup", "llama.cpp 4-bit, prompt lookup", FOUR_BITS, plain_of="q4"),
@@ -84,10 +85,10 @@ PEERS = (
 
 
 def chosen(names: Iterable[str]) -> list[Peer]:
-    """Raises ValueError for a name there is none of."""
+    """Raises ConfigError for a name there is none of."""
     known = {peer.name: peer for peer in PEERS}
     wanted = list(names)
     for name in wanted:
         if name not in known:
-            raise ValueError(f"no peer is called {name}: there are {', '.join(known)}")
+            raise ConfigError(f"no peer is called {name}: there are {', '.join(known)}")
     return [known[name] for name in wanted]

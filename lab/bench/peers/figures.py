@@ -7,21 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lab.bench.intervals import Interval, ratios
+from lab.bench.harness.intervals import Interval, ratios
 from lab.bench.peers.catalogue import Peer, Variant
 
 HEADER = (
-    "peer",
-    "at once",
-    "rounds",
-    "tokens/s decoding",
-    "tokens/s in all",
-    "of its own plain",
-    "of Moot off, in all",
-    "Moot on / it, decoding",
-    "Moot on / it, in all",
-    "same texts as its plain",
-    "numerics",
+    *("peer", "at once", "rounds", "tokens/s decoding", "tokens/s in all", "of its own plain", "of Moot off, in all"),
+    *("Moot on / it, decoding", "Moot on / it, in all", "same texts as its plain", "numerics"),
 )
 MOOT_ON, MOOT_OFF = "on", "off"
 NOTHING = "–"
@@ -60,16 +51,10 @@ class Sample:
 
     @classmethod
     def read(cls, kept: Mapping[str, Any]) -> Sample:
-        return cls(
-            kept["run"],
-            kept["asked"],
-            kept["variant"],
-            kept["at_once"],
-            kept["round_index"],
-            tuple(tuple(ids) for ids in kept["token_ids"]),
-            tuple(kept["first_s"]),
-            tuple(kept["total_s"]),
-        )
+        """Raises KeyError or TypeError for what is no sample."""
+        ids = tuple(tuple(ids) for ids in kept["token_ids"])
+        times = {name: tuple(kept[name]) for name in ("first_s", "total_s")}
+        return cls(**{**kept, "token_ids": ids, **times})
 
     @property
     def pair(self) -> tuple[str, int, int]:

@@ -162,6 +162,8 @@ class Probes:
 
 
 LENGTHS = ("goodput", "minions", "fixed")
+MOST_SPECULATIVE_TOKENS = 64
+"""Greatest K that a request may ask for and a drafter drafts, where nothing else is said."""
 
 
 class PositionAcceptance:
@@ -361,7 +363,7 @@ _NODES_RATE = 0.2
 """How fast the part of its drafts that is verified follows a request's rounds."""
 _DEVIATIONS = 0.8
 """Deviation of what is late, in mean distances of the durations. Chosen in simulation with durations 30 % off (seeds 1
-to 7): 0.5 is as good, none and 1.25 (a normal variable's) are worse; lab/bench/length_sweep.py takes other seeds."""
+to 7): 0.5 is as good, none and 1.25 (a normal variable's) are worse; lab.bench.length_sweep takes other seeds."""
 _WORTHWHILE = 1.02
 """What drafting must promise over K = 0: less drowns in what it costs others, and in how well costs are known."""
 _MANY, _REST = 8, 3

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from moot.core.errors import ConfigError, named
 from moot.core.generation import Generation, num_leading
+from moot.core.options import Options, option
 from moot.core.speculation.costs import DraftCost, RoundTimes, VerifyCost
 from moot.core.speculation.length import (
     LENGTHS,
@@ -151,7 +151,7 @@ class RequestPolicy:
         self._load = replace(self._load, num_own=max(min(self._pool.num_open, self._load.num_requests), 1.0))
         wanted = max(self._length.next_length(self._load), at_least)
         length = bound_length(wanted, generation.base_length, context_limit, generation.num_remaining)
-        budget = self._pool.max_draft_tokens if length else 0
+        budget = self._pool.options.max_draft_tokens if length else 0
         if not self._spends_by_cost:
             return Plan(length, budget)
         # Each request's time is worth the same: a token saves more of it where tokens are rare.
@@ -165,7 +165,7 @@ class RequestPolicy:
 
     @property
     def has_cascade(self) -> bool:
-        return self._pool.cascade < ALWAYS_ASK
+        return self._pool.options.cascade < ALWAYS_ASK
 
     def is_dear(self, answer_seconds: float | None) -> bool:
         """Of a drafter whose answers usually take so long: whether it is asked only where cheaper ones are not sure."""
@@ -174,7 +174,7 @@ class RequestPolicy:
     def is_sure(self, plan: Plan, proposals: Sequence[Proposal]) -> bool:
         """Whether these proposals make it needless to ask further drafters."""
         pool, length = self._pool, plan.num_speculative_tokens
-        return self.has_cascade and expected_share(proposals, pool.calibration, length) >= pool.cascade
+        return self.has_cascade and expected_share(proposals, pool.calibration, length) >= pool.options.cascade
 
     def vote(self, plan: Plan, proposals: Sequence[Proposal], verifier_id: str = "") -> VoteResult:
         """One draft out of valid proposals (see voting.validate_proposal), for the next step of this verifier."""
@@ -189,8 +189,8 @@ class RequestPolicy:
         return vote(
             proposals,
             self._weights.numbers,
-            policy=pool.vote,
-            shape=pool.shape,
+            policy=pool.options.vote,
+            shape=pool.options.shape,
             num_speculative_tokens=plan.num_speculative_tokens,
             max_draft_tokens=plan.max_draft_tokens,
             calibration=pool.calibration,
@@ -295,16 +295,33 @@ _UNCALIBRATED_SCALE = 0.6
 """First guess of the acceptance of a token that all drafters agree on, where shares only count heads."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationOptions(Options):
+    """What decides about speculation, by name and number."""
+
+    vote: str = option("calibrated", help="how the drafters' proposals become one path", choices=tuple(POLICIES))
+    shape: str = option("tree", help="what is verified of the proposals", choices=tuple(SHAPES))
+    weights: str = option("hedge", help="how a drafter's weight moves", choices=tuple(WEIGHTS))
+    length: str = option("goodput", help="how K is chosen, the tokens asked of the drafters", choices=LENGTHS)
+    cascade: float = option(
+        ALWAYS_ASK,
+        help="part of K that the best proposal of cheap drafters must be expected to bring for dear drafters not to be "
+        "asked in a round; 1: they always are",
+        minimum=0,
+        maximum=ALWAYS_ASK,
+    )
+    asks: str = option(
+        PAYING, help="whom rounds ask: the drafters that bring more than waiting for them costs, or all", choices=PANELS
+    )
+    num_speculative_tokens: int = option(8, help="greatest K; 0: no drafting at all", minimum=0)
+    max_draft_tokens: int = option(16, help="tokens of one draft, all branches of a tree together", minimum=0)
+
+
 @dataclass(slots=True)
 class PoolPolicy:
-    """The tables of one router. `vote`, `shape`, `weights`, `length` are names; see make_policy for the rest."""
+    """The tables of one router."""
 
-    vote: str
-    shape: str
-    weights: str
-    length: str
-    num_speculative_tokens: int
-    max_draft_tokens: int
+    options: SpeculationOptions
     families: dict[str, str]
     calibration: Calibration
     acceptance: ShareAcceptance
@@ -324,11 +341,7 @@ class PoolPolicy:
     load: Load = field(default_factory=Load)
     """What the latest round has seen."""
     usual: RoundTimes | None = None
-    cascade: float = ALWAYS_ASK
-    """Part of K that the best proposal of cheap drafters must be expected to bring for dear ones not to be asked."""
     panel: Panel = field(default_factory=Panel)
-    asks: str = PAYING
-    """`paying`: as the panel says; `all`: every drafter in every round."""
 
     def open(
         self, drafter_ids: Sequence[str], num_speculative_tokens: int | None = None, *, is_chosen: bool = False
@@ -338,22 +351,22 @@ class PoolPolicy:
         `num_speculative_tokens`: 0 for no drafting, n for always n (not above the pool's), None for the length policy.
         `is_chosen`: the request has named its drafters; then all of them are asked.
         """
-        weights = WEIGHTS[self.weights](self.pool_weights.start(drafter_ids))
-        length, most = self._length(num_speculative_tokens), self.num_speculative_tokens
+        weights = WEIGHTS[self.options.weights](self.pool_weights.start(drafter_ids))
+        length, most = self._length(num_speculative_tokens), self.options.num_speculative_tokens
         if num_speculative_tokens is not None:
             most = min(max(num_speculative_tokens, 0), most)
-        panel = None if is_chosen or self.asks == ALL else self.panel
+        panel = None if is_chosen or self.options.asks == ALL else self.panel
         self.num_open += 1
         return RequestPolicy(self, weights, length, most, num_speculative_tokens is None, panel)
 
     def _length(self, asked: int | None) -> LengthPolicy:
-        most = self.num_speculative_tokens
+        most = self.options.num_speculative_tokens
         if asked is not None:
             return Fixed(min(max(asked, 0), most))
-        if self.length == "goodput" and most > 0:
+        if self.options.length == "goodput" and most > 0:
             costs = (self.verify_cost, self.draft_cost)
             return Goodput(most, *costs, self.positions, self.probes, router_cost=self.router_cost)
-        if self.length == "minions" and most > 0:
+        if self.options.length == "minions" and most > 0:
             return Minions(min(4, most), most)
         return Fixed(most)
 
@@ -382,44 +395,19 @@ class PoolPolicy:
 
 
 def make_policy(
+    options: SpeculationOptions | None = None,
     *,
-    vote: str = "calibrated",
-    shape: str = "tree",
-    weights: str = "hedge",
-    length: str = "goodput",
-    num_speculative_tokens: int = 8,
-    max_draft_tokens: int = 16,
     families: Mapping[str, str] | None = None,
-    cascade: float = ALWAYS_ASK,
-    asks: str = PAYING,
     priors: Mapping[str, float] | None = None,
 ) -> PoolPolicy:
-    """A bundle from names. Raises ConfigError for an unknown name, with the known ones, and for limits out of range.
-
-    `num_speculative_tokens`: the greatest K; `max_draft_tokens`: nodes in one draft; `families`: drafter id to family;
-    `cascade`, `asks`: see PoolPolicy; `priors`: drafter id to the weight it starts with, 1 for all others.
-    """
-    named("vote", vote, POLICIES)
-    named("shape", shape, SHAPES)
-    named("weights", weights, WEIGHTS)
-    named("length", length, dict.fromkeys(LENGTHS))
-    named("asks", asks, dict.fromkeys(PANELS))
-    if num_speculative_tokens < 0 or max_draft_tokens < 0:
-        raise ConfigError("num_speculative_tokens and max_draft_tokens must not be negative")
-    if not 0.0 <= cascade <= ALWAYS_ASK:
-        raise ConfigError("cascade must be 0 to 1")
+    """A bundle, by default with the defaults of all options. `families`: drafter id to family; `priors`: drafter id to
+    the weight it starts with, 1 for all others."""
+    options = options or SpeculationOptions()
     return PoolPolicy(
-        vote=vote,
-        shape=shape,
-        weights=weights,
-        length=length,
-        num_speculative_tokens=num_speculative_tokens,
-        max_draft_tokens=max_draft_tokens,
+        options,
         families=dict(families or {}),
         calibration=Calibration(),
-        acceptance=ShareAcceptance(1.0 if vote == "calibrated" else _UNCALIBRATED_SCALE),
-        positions=PositionAcceptance(num_speculative_tokens, decay=0.995),
-        cascade=cascade,
-        asks=asks,
+        acceptance=ShareAcceptance(1.0 if options.vote == "calibrated" else _UNCALIBRATED_SCALE),
+        positions=PositionAcceptance(options.num_speculative_tokens, decay=0.995),
         pool_weights=PoolWeights(priors=priors),
     )

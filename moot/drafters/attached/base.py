@@ -15,7 +15,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from moot.core.history import History
+from moot.core.options import option
 from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import ConfidenceOptions
 from moot.model.cache.base import KvCache
 
 
@@ -51,6 +53,13 @@ class InsideAsk:
     answers: tuple[int | None, ...] = ()
     cache: KvCache | None = None
     """The session's, with all but the last id: to be left as it was found, but for what slots after it hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainOptions(ConfidenceOptions):
+    """What the kinds understand that propose one chain after every step."""
+
+    max_tokens: int = option(4, help="tokens of a chain at most", minimum=1)
 
 
 class InsideDrafter(ABC):

@@ -24,17 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moot.config import option
 from moot.core.errors import ConfigError, RequestPoisoned
 from moot.core.history import History
 from moot.core.noise import position_key
+from moot.core.options import option, option_of
 from moot.core.sampling import MASKED
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.attached.base import InsideAsk, InsideDrafter
+from moot.drafters.attached.base import ChainOptions, InsideAsk, InsideDrafter
 from moot.drafters.attached.head_steps import head_steps
 from moot.drafters.attached.recurrent_head import RecurrentHead
-from moot.drafters.base import ProposerOptions, require
-from moot.drafters.neural.draft_model import COUPLED, DRAWS, drafting_params
+from moot.drafters.neural.draft_model import COUPLED, DraftModelOptions, drafting_params
 from moot.model.loading.load import LoadedModel
 from moot.model.runner import ModelRunner
 from moot.model.sampling.logits import gumbel_rows, one_minus_uniform
@@ -191,19 +190,13 @@ def _lowest_of_top(values: Tensor, scaled: Tensor, params: Sequence[SamplingPara
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadsOptions(ProposerOptions):
+class HeadsOptions(ChainOptions):
     path: str = option(help="folder of a head, as `moot train --kind heads` writes it")
-    max_tokens: int = option(4, help="tokens of a chain at most")
-    rows: int = option(4096, help="most frequent ids that are guessed at all; 0: as many as the head knows")
-    min_confidence: float = option(0.0, help="a chain ends before a token less probable than this, all before it too")
-    sharpen: float = option(1.0, help="multiplies the logits at temperature > 0; above 1 helps weak heads")
-    draws: str = option(COUPLED, help="at temperature > 0: the target's noise, other noise, or none", choices=DRAWS)
-
-    def __post_init__(self) -> None:
-        require(self.max_tokens > 0, "max_tokens", "must be positive")
-        require(self.rows >= 0, "rows", "must not be negative")
-        require(0.0 <= self.min_confidence <= 1.0, "min_confidence", "must be in 0..1")
-        require(self.sharpen > 0.0, "sharpen", "must be positive")
+    rows: int = option(4096, help="most frequent ids that are guessed at all; 0: as many as the head knows", minimum=0)
+    min_confidence: float = option_of(
+        ChainOptions, "min_confidence", help="a chain ends before a token less probable than this, all before it too"
+    )
+    draws: str = option_of(DraftModelOptions, "draws")
 
 
 @dataclass(slots=True)

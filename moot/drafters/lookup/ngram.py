@@ -20,14 +20,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moot.config import option
 from moot.core.errors import ConfigError
+from moot.core.options import option, option_of
 from moot.core.types import Proposal
 from moot.drafters.base import (
     MAX_VOCAB_SIZE,
+    IndexingOptions,
     ModelFreeProposer,
     PrefixSession,
-    ProposerOptions,
     require,
     window_start,
 )
@@ -171,18 +171,18 @@ def _count(texts: Sequence[NDArray[np.int64]], order: int, num_successors: int) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class NgramOptions(ProposerOptions):
+class NgramOptions(IndexingOptions):
     table: Path | None = option(
         None, help="npz file of a trained table, or its folder; none: counts are learned online"
     )
-    max_order: int = option(3, help="longest context, in tokens")
-    min_order: int = option(1, help="shortest context, in tokens")
-    max_indexed_tokens: int = option(8192, help="online counts are of at most this many last tokens")
+    max_order: int = option(3, help="longest context, in tokens", minimum=1, maximum=MAX_ORDER)
+    min_order: int = option(1, help="shortest context, in tokens", minimum=1)
+    max_indexed_tokens: int = option_of(
+        IndexingOptions, "max_indexed_tokens", help="online counts are of at most this many last tokens"
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(1 <= self.min_order <= self.max_order <= MAX_ORDER, "max_order", f"must be min_order..{MAX_ORDER}")
-        require(self.max_indexed_tokens >= 2, "max_indexed_tokens", "must be at least 2")
+    def check_together(self) -> None:
+        require(self.min_order <= self.max_order, "max_order", "must not be below min_order")
 
 
 _ID_BITS = 32

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moot.config import option
+from moot.core.options import option
 from moot.core.types import Proposal
 from moot.drafters.base import ModelFreeProposer, PrefixSession, ProposerOptions, require
 
@@ -25,12 +25,11 @@ MAX_NGRAM = 8
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLookupOptions(ProposerOptions):
-    max_ngram: int = option(4, help="longest n-gram looked up, in tokens")
-    min_ngram: int = option(1, help="shortest n-gram looked up, in tokens")
+    max_ngram: int = option(4, help="longest n-gram looked up, in tokens", minimum=1, maximum=MAX_NGRAM)
+    min_ngram: int = option(1, help="shortest n-gram looked up, in tokens", minimum=1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(1 <= self.min_ngram <= self.max_ngram <= MAX_NGRAM, "max_ngram", f"must be min_ngram..{MAX_NGRAM}")
+    def check_together(self) -> None:
+        require(self.min_ngram <= self.max_ngram, "max_ngram", "must not be below min_ngram")
 
 
 @dataclass(slots=True)

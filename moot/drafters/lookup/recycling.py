@@ -15,22 +15,19 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from moot.config import option
+from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.base import ModelFreeProposer, PrefixSession, ProposerOptions, require
+from moot.drafters.base import ModelFreeProposer, PrefixSession, ProposerOptions
 
 MAX_CANDIDATES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecyclingOptions(ProposerOptions):
-    num_candidates: int = option(MAX_CANDIDATES, help="entries kept per token")
-    shared_rows: int = option(0, help="rows of a table shared by all sessions, least recently used out first; 0: none")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(1 <= self.num_candidates <= MAX_CANDIDATES, "num_candidates", f"must be in 1..{MAX_CANDIDATES}")
-        require(self.shared_rows >= 0, "shared_rows", "must not be negative")
+    num_candidates: int = option(MAX_CANDIDATES, help="entries kept per token", minimum=1, maximum=MAX_CANDIDATES)
+    shared_rows: int = option(
+        0, help="rows of a table shared by all sessions, least recently used out first; 0: none", minimum=0
+    )
 
 
 @dataclass(slots=True)

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moot.config import option
+from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.base import ModelFreeProposer, PrefixSession, ProposerOptions, require, window_start
+from moot.drafters.base import IndexingOptions, ModelFreeProposer, PrefixSession, window_start
 from moot.drafters.lookup.datastore import DEPTH, Datastore
 from moot.shipped import locate
 
@@ -120,16 +120,10 @@ def confidence_byte(match_length: int, share: float, level_offset: int = 0) -> i
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuffixOptions(ProposerOptions):
-    min_match: int = option(1, help="shortest match that is used, in tokens")
-    max_indexed_tokens: int = option(8192, help="the own text is indexed over at most this many last tokens")
+class SuffixOptions(IndexingOptions):
+    min_match: int = option(1, help="shortest match that is used, in tokens", minimum=1)
     prefer: str = option("frequent", help="which continuation of a match goes first", choices=("frequent", "recent"))
     datastore: Path | None = option(None, help="folder of a shared datastore made by `moot index` (read only)")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.min_match >= 1, "min_match", "must be at least 1")
-        require(self.max_indexed_tokens >= 2, "max_indexed_tokens", "must be at least 2")
 
 
 @dataclass(slots=True)

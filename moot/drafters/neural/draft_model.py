@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moot.config import option
 from moot.core.history import History
 from moot.core.noise import choice_seed
+from moot.core.options import option, option_of
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Ask, Proposer, ProposerOptions, require
+from moot.drafters.base import Ask, ConfidenceOptions, Proposer
 from moot.drafters.neural.sessions import Drafted, NeuralSession, SessionFeed
 from moot.model.backend import choose_runner
-from moot.model.loading.load import DTYPES, LoadedModel, load_model
+from moot.model.compute import ComputeOptions, TorchOptions
+from moot.model.loading.load import LoadedModel, load_model
 from moot.model.sampling.sampler import Sampler
 from moot.shipped import locate
 
@@ -42,28 +43,20 @@ def drafting_params(params: SamplingParams, draws: str) -> SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelOptions(ProposerOptions):
-    vocab_size: int = option(0, help="size of the tokenizer's vocabulary; 0: the model's own tokenizer's")
-    context_limit: int = option(0, help="prefix length past which the drafter abstains; 0: the model's limit")
+class DraftModelOptions(ConfidenceOptions):
+    vocab_size: int = option(0, help="size of the tokenizer's vocabulary; 0: the model's own tokenizer's", minimum=0)
+    context_limit: int = option(
+        0, help="prefix length past which the drafter abstains; 0: the model's limit", minimum=0
+    )
     model: str = option(help="folder or hub id of a causal language model")
     revision: str | None = option(None, help="revision of a hub model")
-    device: str = option("auto", help="where the model runs", choices=("auto", "cpu", "cuda"))
-    dtype: str = option("auto", help="number format of the weights", choices=("auto", *DTYPES))
-    num_threads: int | None = option(None, help="torch threads; none: torch's default")
-    kv_capacity_tokens: int = option(65_536, help="tokens of KV cache for all sessions together")
+    device: str = option_of(ComputeOptions, "device")
+    dtype: str = option_of(ComputeOptions, "dtype", help="number format of the weights")
+    num_threads: int | None = option_of(TorchOptions, "num_threads")
+    kv_capacity_tokens: int = option(65_536, help="tokens of KV cache for all sessions together", minimum=1)
     deterministic: bool = option(False, help="proposals that do not depend on batch-mates, bit by bit (slower)")
-    min_confidence: float = option(0.0, help="a chain ends before a token less probable than this")
-    sharpen: float = option(1.0, help="multiplies the logits at temperature > 0; above 1 helps weak models")
     draws: str = option(COUPLED, help="at temperature > 0: the target's noise, other noise, or none", choices=DRAWS)
-    prefill_chunk: int = option(256, help="tokens of one session fed in one forward")
-
-    def __post_init__(self) -> None:
-        require(self.vocab_size >= 0, "vocab_size", "must not be negative")
-        require(self.context_limit >= 0, "context_limit", "must not be negative")
-        require(self.kv_capacity_tokens > 0, "kv_capacity_tokens", "must be positive")
-        require(0.0 <= self.min_confidence <= 1.0, "min_confidence", "must be in 0..1")
-        require(self.sharpen > 0.0, "sharpen", "must be positive")
-        require(self.prefill_chunk > 0, "prefill_chunk", "must be positive")
+    prefill_chunk: int = option(256, help="tokens of one session fed in one forward", minimum=1)
 
     def load(self) -> LoadedModel:
         """The model that is named. Raises ModelRefused or ConfigError."""

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moot.config import option
 from moot.core.errors import ConfigError
+from moot.core.options import option
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Ask, PathAsk, Proposer, require
+from moot.drafters.base import Ask, PathAsk, Proposer
 from moot.drafters.neural.draft_model import DraftModelOptions, DraftModelProposer, as_chain
 from moot.drafters.neural.drafting import NeuralDrafting, num_likely
 from moot.drafters.neural.sessions import NeuralSession
@@ -27,17 +27,15 @@ from moot.drafters.neural.stages import GuessingStage
 @dataclass(frozen=True, kw_only=True)
 class NeuralOptions(DraftModelOptions):
     min_chain_confidence: float = option(
-        0.0, help="a proposal ends before the token with which it gets, as a whole, less probable than this"
+        0.0,
+        help="a proposal ends before the token with which it gets, as a whole, less probable than this",
+        minimum=0,
+        maximum=1,
     )
     stages: str = option(
         "", help="cheaper drafters that guess what this one then looks at: kind[~option=value]...[+kind...]"
     )
-    stage_tokens: int = option(8, help="tokens guessed for one forward at most")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0.0 <= self.min_chain_confidence <= 1.0, "min_chain_confidence", "must be in 0..1")
-        require(self.stage_tokens > 0, "stage_tokens", "must be positive")
+    stage_tokens: int = option(8, help="tokens guessed for one forward at most", minimum=1)
 
 
 class NeuralProposer(DraftModelProposer):

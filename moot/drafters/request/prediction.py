@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moot.config import option
+from moot.core.options import option
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Material, ModelFreeProposer, PrefixSession, ProposerOptions, require
+from moot.drafters.base import Material, ModelFreeProposer, PrefixSession, ProposerOptions
 from moot.drafters.lookup.matching import occurrences
 
 _LEVELS = (1, 2, 3, 4, 6, 8, 16, 32)
@@ -32,11 +32,7 @@ _LEAST_BACKWARD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionOptions(ProposerOptions):
-    max_match: int = option(16, help="most ids of the output that are looked for after an edit")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.max_match >= 1, "max_match", "must be at least 1")
+    max_match: int = option(16, help="most ids of the output that are looked for after an edit", minimum=1)
 
 
 @dataclass(slots=True)

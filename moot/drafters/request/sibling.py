@@ -16,21 +16,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moot.config import option
+from moot.core.options import option_of
 from moot.core.types import Proposal, SamplingParams
 from moot.drafters.base import Material, ModelFreeProposer, PrefixSession, ProposerOptions, require
-from moot.drafters.lookup.suffix import confidence_byte
+from moot.drafters.lookup.suffix import SuffixOptions, confidence_byte
+from moot.drafters.request.prediction import PredictionOptions
 from moot.drafters.request.siblings import SEPARATOR, Siblings
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiblingOptions(ProposerOptions):
-    max_match: int = option(16, help="most ids of a choice's end that are looked for in the others")
-    min_match: int = option(1, help="shortest match that is used, in tokens")
+    max_match: int = option_of(
+        PredictionOptions, "max_match", help="most ids of a choice's end that are looked for in the others"
+    )
+    min_match: int = option_of(SuffixOptions, "min_match")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(1 <= self.min_match <= self.max_match, "min_match", "must be 1..max_match")
+    def check_together(self) -> None:
+        require(self.min_match <= self.max_match, "min_match", "must not be above max_match")
 
 
 @dataclass(slots=True)

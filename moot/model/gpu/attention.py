@@ -7,7 +7,7 @@ of rows and a page is a sequence; a row's results over its pages are joined by t
 contexts over the device, and as neither the portions nor the order in which they are joined depend on batch-mates,
 a row's attention rounds the same in any company.
 
-`varlen_attn` itself has never been run on a GPU by this project (see lab/bench/gpu_check.py); `plain_pages` computes
+`varlen_attn` itself has never been run on a GPU by this project (see lab.bench.gpu_check); `plain_pages` computes
 the same from the same arguments on any device and is what tests compare with transformers' models.
 """
 

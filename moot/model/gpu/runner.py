@@ -1,11 +1,11 @@
 """`ModelRunner` for accelerators: one upload, one recorded graph, no waiting inside a step.
 
 Runs on a CPU, too, with plain operations and no graphs: that is how it is tested. It has never been run on a GPU by
-this project; lab/bench/gpu_check.py is the command to do so.
+this project; lab.bench.gpu_check is the command to do so.
 
 Recorded CUDA graphs, one per set of sizes: a step of many small kernels then costs one launch.
 
-Recording has never been run on a GPU by this project (see lab/bench/gpu_check.py);
+Recording has never been run on a GPU by this project (see lab.bench.gpu_check);
 without a GPU nothing here is called.
 """
 

@@ -1,17 +1,14 @@
-"""A request body, checked completely, and what it asks for: one GenerationRequest per choice.
+"""What a request asks for: one GenerationRequest per choice.
 
-The list of fields is closed: an unknown field, or one whose effect is not supported, is refused by its name.
-Defaults: temperature 1, top_p 1, n 1; `max_tokens` of a completion 16, of a chat the rest of the context; a larger
-`max_tokens` than fits is cut to what fits. `top_k` -1 and 0 mean no limit. `top_p` 0 is refused.
-
-What a request wants continued: the prompts of a completion, the messages of a chat; and what it expects then.
+Its form is checked by the structs of bodies.py; here is what depends on the model, the settings or two fields at once.
+A larger `max_tokens` than fits is cut to what fits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,37 +16,18 @@ from moot.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFoun
 from moot.core.noise import choice_seed
 from moot.core.types import ModelInfo, SamplingParams
 from moot.drafters.request.siblings import Siblings
-from services.router.api.fields import MAX_INT, Fields, is_integer, is_text, read_sampling
+from services.router.api.bodies import (
+    MAX_NAME_CHARS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    SharedFields,
+    is_unicode,
+    joined,
+    read,
+    refusal,
+)
 from services.router.api.settings import HttpSettings
 from services.router.generation.types import GenerationRequest
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""`developer` is OpenAI's newer word for `system`; chat templates know the old one."""
-
-
-def read_prompts(fields: Fields, settings: HttpSettings, info: ModelInfo) -> tuple[str | tuple[int, ...], ...]:
-    value = fields.take("prompt")
-    if isinstance(value, str) or (isinstance(value, list) and value and is_integer(value[0])):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        fields.fail("prompt", "must be a string, a list of strings, a list of token ids or a list of such lists")
-    if len(value) > settings.max_prompts:
-        fields.fail("prompt", f"must be at most {settings.max_prompts} prompts")
-    if any(type(item) is not type(value[0]) for item in value):
-        fields.fail("prompt", "must not mix strings and token ids")
-    prompts: list[str | tuple[int, ...]] = []
-    for item in value:
-        if is_text(item):
-            prompts.append(item)
-        elif isinstance(item, list) and len(item) > info.context_limit:
-            raise too_long(len(item), info, fields.name("prompt"))
-        elif isinstance(item, list) and all(is_integer(index) and 0 <= index < info.vocab_size for index in item):
-            prompts.append(tuple(item))
-        else:
-            fields.fail("prompt", f"must be valid Unicode text, or token ids from 0 to {info.vocab_size - 1}")
-        if not item:
-            fields.fail("prompt", "must not be empty")
-    return tuple(prompts)
 
 
 def too_long(num_tokens: int, info: ModelInfo, param: str) -> ContextLengthExceeded:
@@ -58,71 +36,6 @@ def too_long(num_tokens: int, info: ModelInfo, param: str) -> ContextLengthExcee
         "at least one of them for the output",
         param,
     )
-
-
-def read_messages(fields: Fields, settings: HttpSettings) -> tuple[dict[str, str], ...]:
-    value = fields.take("messages")
-    if not isinstance(value, list) or not 0 < len(value) <= settings.max_messages:
-        fields.fail("messages", f"must be a list of 1 to {settings.max_messages} messages")
-    return tuple(_message(fields, index, message) for index, message in enumerate(value))
-
-
-def read_prediction(fields: Fields) -> str | None:
-    """The text that the caller expects (OpenAI's `prediction`); its parts follow each other as they are."""
-    prediction = fields.nested("prediction")
-    if prediction is None:
-        return None
-    if prediction.take("type") != "content":
-        prediction.fail("type", "must be content")
-    content = prediction.take("content")
-    if isinstance(content, list):
-        content = "".join(_text_part(prediction, number, part) for number, part in enumerate(content))
-    if not is_text(content):
-        prediction.fail("content", "must be a string of valid Unicode or a list of text parts")
-    prediction.finish()
-    return str(content)
-
-
-def _message(fields: Fields, index: int, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict):
-        name = f"{fields.name('messages')}[{index}]"
-        raise InvalidRequest(f"`{name}` must be an object", name)
-    message = Fields(value, f"{fields.name('messages')}[{index}].")
-    role = message.take("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        message.fail("role", f"must be one of {', '.join(_ROLES)}")
-    content = message.take("content")
-    if isinstance(content, list) and content:
-        # One line per part, so that words of two parts do not run together.
-        content = "\n".join(_text_part(message, number, part) for number, part in enumerate(content))
-    if not is_text(content):
-        message.fail("content", "must be a string of valid Unicode or a list of text parts")
-    for field in ("name", "refusal", "audio", "function_call", "tool_calls", "tool_call_id", "annotations"):
-        message.neutral(field)
-    message.finish()
-    return {"role": _ROLES[role], "content": content}
-
-
-def _text_part(message: Fields, number: int, value: Any) -> str:
-    if not isinstance(value, dict):
-        message.fail(f"content[{number}]", "must be an object")
-    part = Fields(value, message.name(f"content[{number}]."))
-    kind, text = part.take("type"), part.take("text")
-    if kind != "text":
-        part.fail("type", "must be text")
-    if not is_text(text):
-        part.fail("text", "must be a string of valid Unicode")
-    part.finish()
-    return str(text)
-
-
-_UNSUPPORTED = (
-    "audio", "frequency_bias", "function_call", "functions", "grammar", "guided_choice", "guided_decoding_backend",
-    "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "length_penalty", "logits_processors",
-    "metadata", "modalities", "parallel_tool_calls", "prompt_embeds", "prompt_logprobs",
-    "reasoning_effort", "service_tier", "structured_outputs", "suffix", "tool_choice", "tools",
-    "truncate_prompt_tokens", "use_beam_search", "verbosity", "web_search_options",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,65 +78,59 @@ class ChatBody:
 
 
 def parse_completion(
-    values: dict[str, Any],
+    values: Mapping[str, Any],
     settings: HttpSettings,
     info: ModelInfo,
     drafter_ids: frozenset[str] | None,
     names: Mapping[str, str] | None = None,
 ) -> CompletionBody:
-    """Raises InvalidRequest with `param`, or ModelNotFound. `names`: see Fields."""
-    fields = Fields(values, names=names)
-    model = _model(fields, settings)
-    prompts = read_prompts(fields, settings, info)
-    num_logprobs = fields.integer("logprobs", 0, settings.max_logprobs)
-    fields.neutral("best_of", 1)
-    echo = fields.boolean("echo")
-    if echo and num_logprobs is not None:
-        fields.fail("echo", "together with logprobs is not supported")
-    add_special_tokens = fields.boolean("add_special_tokens", True)
-    max_tokens = fields.integer("max_tokens", 1, MAX_INT) or settings.default_completion_tokens
-    common = _common(fields, settings, info, drafter_ids, model, max_tokens, num_logprobs)
+    """Raises InvalidRequest with `param`, or ModelNotFound. `names`: as `read` takes them."""
+    names = names or {}
+    model = _model(values, settings)
+    body = read(CompletionRequest, values, names)
+    prompts = body.prompts
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            if len(prompt) > info.context_limit:
+                raise too_long(len(prompt), info, names.get("prompt", "prompt"))
+            _check_ids("prompt", prompt, info, names)
+    if body.echo and body.logprobs is not None:
+        raise refusal("echo", "together with logprobs is not supported", names)
+    common = _common(body, info, drafter_ids, names, model, body.max_tokens, body.logprobs)
     if len(prompts) * common.n > settings.max_choices:
-        fields.fail("n", f"times the number of prompts must be at most {settings.max_choices}")
+        raise refusal("n", f"times the number of prompts must be at most {settings.max_choices}", names)
     if len(prompts) > 1 and common.prediction is not None:
-        fields.fail("prediction", "needs a single prompt")
-    return CompletionBody(common, prompts, echo, add_special_tokens)
+        raise refusal("prediction", "needs a single prompt", names)
+    return CompletionBody(common, prompts, body.echo, body.add_special_tokens)
 
 
 def parse_chat(
-    values: dict[str, Any],
+    values: Mapping[str, Any],
     settings: HttpSettings,
     info: ModelInfo,
     drafter_ids: frozenset[str] | None,
     names: Mapping[str, str] | None = None,
 ) -> ChatBody:
-    """Raises InvalidRequest with `param`, or ModelNotFound. `names`: see Fields."""
-    fields = Fields(values, names=names)
-    model = _model(fields, settings)
-    messages = read_messages(fields, settings)
-    wants_logprobs = fields.boolean("logprobs")
-    num_top = fields.integer("top_logprobs", 0, settings.max_logprobs)
-    if num_top is not None and not wants_logprobs:
-        fields.fail("top_logprobs", "needs `logprobs` to be true")
-    max_tokens = fields.integer("max_tokens", 1, MAX_INT)
-    max_completion_tokens = fields.integer("max_completion_tokens", 1, MAX_INT)
-    if max_tokens is not None and max_completion_tokens not in (None, max_tokens):
-        fields.fail("max_completion_tokens", "and `max_tokens` are the same limit: give one of them")
-    fields.neutral("add_special_tokens", False)  # the template writes them
-    add_generation_prompt = fields.boolean("add_generation_prompt", True)
-    continue_final_message = fields.boolean("continue_final_message")
-    if continue_final_message and values.get("add_generation_prompt"):
-        fields.fail("continue_final_message", "and `add_generation_prompt` exclude each other")
-    common = _common(
-        fields,
-        settings,
-        info,
-        drafter_ids,
-        model,
-        max_completion_tokens if max_tokens is None else max_tokens,
-        (num_top or 0) if wants_logprobs else None,
+    """Raises InvalidRequest with `param`, or ModelNotFound. `names`: as `read` takes them."""
+    names = names or {}
+    model = _model(values, settings)
+    body = read(ChatCompletionRequest, values, names)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refusal("top_logprobs", "needs `logprobs` to be true", names)
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise refusal("max_completion_tokens", "and `max_tokens` are the same limit: give one of them", names)
+    goes_on, opens = body.continue_final_message, body.add_generation_prompt
+    if goes_on and opens and "add_generation_prompt" in body.model_fields_set:
+        raise refusal("continue_final_message", "and `add_generation_prompt` exclude each other", names)
+    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    common = _common(body, info, drafter_ids, names, model, max_tokens, num_logprobs)
+    # Chat templates know the older word; one line per part, so that words of two parts do not run together.
+    messages = tuple(
+        {"role": "system" if turn.role == "developer" else turn.role, "content": joined(turn.content, "\n")}
+        for turn in body.messages
     )
-    return ChatBody(common, messages, add_generation_prompt and not continue_final_message, continue_final_message)
+    return ChatBody(common, messages, opens and not goes_on, goes_on)
 
 
 def plan_requests(
@@ -273,78 +180,84 @@ def plan_requests(
     return tuple(planned)
 
 
-def _model(fields: Fields, settings: HttpSettings) -> str:
-    name = fields.text("model", 256)
-    if name is None:
+def _model(values: Mapping[str, Any], settings: HttpSettings) -> str:
+    """Looked at before all else: whoever asks for another model has the wrong server. No name: left to the struct."""
+    name = values.get("model")
+    if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not is_unicode(name):
         return settings.served_model_names[0]
     if name not in settings.served_model_names:
         raise ModelNotFound(f"this server serves {', '.join(settings.served_model_names)}, not the model asked for")
     return name
 
 
+def _check_ids(field: str, ids: Collection[int], info: ModelInfo, names: Mapping[str, str]) -> None:
+    if ids and max(ids) >= info.vocab_size:
+        raise refusal(field, f"must have token ids from 0 to {info.vocab_size - 1}", names)
+
+
+def _sampling(
+    body: SharedFields, info: ModelInfo, names: Mapping[str, str], num_logprobs: int | None
+) -> SamplingParams:
+    """What a body says of how tokens are drawn, without `max_tokens` and `seed`."""
+    allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
+    bias = {int(token): amount for token, amount in body.logit_bias.items()}
+    if len(body.allowed_token_ids or ()) > info.vocab_size:
+        raise refusal("allowed_token_ids", f"must have at most {info.vocab_size} items", names)
+    _check_ids("allowed_token_ids", allowed or (), info, names)
+    _check_ids("stop_token_ids", body.stop_token_ids, info, names)
+    _check_ids("logit_bias", bias, info, names)
+    return SamplingParams(
+        temperature=body.temperature,
+        top_k=0 if body.top_k < 1 or body.top_k >= info.vocab_size else body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=bias,
+        allowed_token_ids=allowed,
+        min_tokens=body.min_tokens,
+        stop_token_ids=frozenset(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        logprobs=num_logprobs,
+    )
+
+
 def _common(
-    fields: Fields,
-    settings: HttpSettings,
+    body: SharedFields,
     info: ModelInfo,
     drafter_ids: frozenset[str] | None,
+    names: Mapping[str, str],
     model: str,
     max_tokens: int | None,
     num_logprobs: int | None,
 ) -> CommonBody:
-    params = read_sampling(fields, settings, info, num_logprobs)
+    params = _sampling(body, info, names, num_logprobs)
     if max_tokens is not None and params.min_tokens > max_tokens:
-        fields.fail("min_tokens", "is more than max_tokens")
-    seed = fields.integer("seed", -(2**63), 2**63 - 1)
-    stream = fields.boolean("stream")
-    include_usage = _stream_options(fields, stream)
-    fields.text("user", 512)  # a label for the caller's own use
-    drafters = fields.texts("drafters", settings.max_drafters, 128)
+        raise refusal("min_tokens", "is more than max_tokens", names)
+    if body.stream_options is not None and not body.stream:
+        raise refusal("stream_options", "needs `stream` to be true", names)
+    drafters = None if body.drafters is None else tuple(body.drafters)
     if drafters is not None and drafter_ids is not None and not drafter_ids.issuperset(drafters):
-        fields.fail("drafters", f"must be some of: {', '.join(sorted(drafter_ids)) or 'none is configured'}")
+        known = ", ".join(sorted(drafter_ids)) or "none is configured"
+        raise refusal("drafters", f"must be some of: {known}", names)
     if drafters is not None and len(set(drafters)) < len(drafters):
-        fields.fail("drafters", "names a drafter twice")
-    if (form := fields.nested("response_format")) is not None:
-        form.neutral("type", "text")
-        form.finish()
-    fields.neutral("store", False)
-    for name in _UNSUPPORTED:
-        fields.neutral(name)
-    common = CommonBody(
+        raise refusal("drafters", "names a drafter twice", names)
+    return CommonBody(
         model=model,
         params=params,
         max_tokens=max_tokens,
-        seed=secrets.randbits(63) if seed is None else seed,
-        n=fields.integer("n", 1, settings.max_n) or 1,
-        stream=stream,
-        include_usage=include_usage,
-        stops=_stops(fields, settings),
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
-        include_stop_str_in_output=fields.boolean("include_stop_str_in_output"),
-        num_speculative_tokens=fields.integer("num_speculative_tokens", 0, settings.max_speculative_tokens),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        n=body.n,
+        stream=body.stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        stops=(body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop)),
+        skip_special_tokens=body.skip_special_tokens,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        num_speculative_tokens=body.num_speculative_tokens,
         drafters=drafters,
-        include_metrics=fields.boolean("include_metrics"),
-        return_token_ids=fields.boolean("return_token_ids"),
-        cache_salt=fields.text("cache_salt", 256) or "",
-        prediction=read_prediction(fields),
+        include_metrics=body.include_metrics,
+        return_token_ids=body.return_token_ids,
+        cache_salt=body.cache_salt,
+        prediction=None if body.prediction is None else joined(body.prediction.content, ""),
     )
-    fields.finish()
-    return common
-
-
-def _stops(fields: Fields, settings: HttpSettings) -> tuple[str, ...]:
-    if is_text(fields.take("stop")):
-        fields = Fields({"stop": [fields.take("stop")]})
-    return tuple(dict.fromkeys(fields.texts("stop", settings.max_stop_strings, settings.max_stop_chars) or ()))
-
-
-def _stream_options(fields: Fields, stream: bool) -> bool:
-    options = fields.nested("stream_options")
-    if options is None:
-        return False
-    if not stream:
-        fields.fail("stream_options", "needs `stream` to be true")
-    include_usage = options.boolean("include_usage")
-    options.neutral("include_obfuscation", False)
-    options.neutral("continuous_usage_stats", False)
-    options.finish()
-    return include_usage

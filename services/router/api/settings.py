@@ -6,17 +6,24 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moot.core.errors import MootError
+from moot.core.options import Options, option, option_of
 from moot.core.types import ModelInfo
-from services.router.generation.types import Places
+from services.router.generation.types import Places, RefusalOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpSettings:
+class HttpSettings(Options):
     """Limits of the HTTP API. Durations in seconds, sizes in bytes unless the name says otherwise."""
 
-    served_model_names: tuple[str, ...]
+    served_model_names: tuple[str, ...] = option(
+        (), flag="served_model_name", help="names of the model in the API (none: the last part of --model)"
+    )
     """Names accepted as `model`; the first is used in answers to requests that name none."""
-    max_body_bytes: int = 8 * 1024 * 1024
+    max_body_bytes: int = option(
+        8 * 1024 * 1024,
+        help="size limit of a request body",
+        minimum=1,
+    )
     max_json_depth: int = 32
     max_json_values: int = 250_000
     """Numbers, texts, lists and objects in a body, beside a prompt of ids that fills the context."""
@@ -26,39 +33,52 @@ class HttpSettings:
     """Whatever the context, a longer prompt is not tokenized."""
     tokenize_timeout_s: float = 20.0
     tokenize_threads: int = 2
-    max_n: int = 64
-    max_prompts: int = 256
-    """Prompts in one completion request."""
     max_choices: int = 256
     """Prompts times n in one request."""
-    max_messages: int = 2048
-    max_stop_strings: int = 16
-    max_stop_chars: int = 256
-    max_stop_token_ids: int = 256
-    max_logit_bias: int = 1024
-    max_logprobs: int = 20
-    max_speculative_tokens: int = 64
-    max_drafters: int = 64
-    default_completion_tokens: int = 16
-    """`max_tokens` of /v1/completions when absent (OpenAI's default); a chat gets the rest of the context."""
-    max_choices_in_flight: int = 1024
-    """Over all callers: one more is refused with 503."""
-    max_choices_per_key: int = 256
+    max_choices_in_flight: int = option(
+        1024,
+        help="choices generated at a time; one more is refused with 503",
+        minimum=1,
+    )
+    max_choices_per_key: int = option(
+        256,
+        help="choices of one API key at a time; one more is refused with 429",
+        minimum=1,
+    )
     """Of one API key (without keys: of everybody together): one more is refused with 429."""
-    max_queued_tokens: int = 1_048_576
+    max_queued_tokens: int = option(
+        1_048_576,
+        help="prompt tokens and max_tokens of accepted choices that no verifier has begun; more are refused with 503",
+        minimum=1,
+    )
     """Prompt and `max_tokens` of accepted choices without a first token, over all callers; more: 503."""
-    max_queued_tokens_per_key: int = 262_144
+    max_queued_tokens_per_key: int = option(
+        262_144,
+        help="such tokens of one API key; more are refused with 429",
+        minimum=1,
+    )
     """Of one API key; more: 429. Without keys there is no such share."""
     assumed_output_tokens: int = 512
     """What a choice that names no `max_tokens` counts in the queue."""
-    shed_share: float = 0.5
-    """Part of the queue that may be taken until drafting stops; 1: it goes on."""
-    retry_after_s: float = 1.0
-    """Seconds that a refused caller is told to wait where nothing was measured yet."""
-    stream_buffer_bytes: int = 65_536
-    """Of one answer waiting for a slow reader, here and again in the connection; full, they pause that answer only."""
-    slow_client_timeout_s: float = 60.0
-    """A reader that has not made room in a full buffer for so long is dropped."""
+    shed_share: float = option(
+        0.5,
+        help="part of the queue, of tokens or of the verifiers' waiting places, that may be taken until no round "
+        "drafts any more, 0 to 1; 1: drafting goes on",
+        minimum=0,
+        maximum=1,
+    )
+    retry_after_s: float = option_of(RefusalOptions, "retry_after_s")
+    stream_buffer_bytes: int = option(
+        65_536,
+        help="bytes of one answer that wait for a slow reader, in the router and again in the connection, until it "
+        "pauses",
+        minimum=1,
+    )
+    slow_client_timeout_s: float = option(
+        60.0,
+        help="seconds in which a reader must make room in a full buffer; then it is cut off",
+        above=0,
+    )
     chunk_timeout_s: float = 1300.0
     """Longest wait for a choice's next chunk: every wait that a request survives, prefill and queue included."""
     abort_timeout_s: float = 10.0

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 from moot.core.errors import ConfigError, InvalidRequest
 from moot.core.generation import Generation
+from moot.core.speculation.ballots import BallotPolicy
 from moot.core.speculation.policy import Plan, PoolPolicy, RequestPolicy
 from moot.core.types import Proposal, Verification
 from moot.core.voting.voting import VoteResult, validate_proposal
 from moot.drafters.base import MAX_VOCAB_SIZE
 from moot.runtime.metrics import Metrics
-from services.router.generation.ballots import BallotPolicy
 from services.router.generation.ports import BallotBox, Drafter, DrafterSource, Inside, Prefix, known_ids
 
 

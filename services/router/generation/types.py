@@ -6,8 +6,18 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from moot.core.options import Options, option
 from moot.core.types import FinishReason, SamplingParams, TokenLogprobs
 from moot.drafters.request.siblings import Siblings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusalOptions(Options):
+    """What a caller is told that is refused."""
+
+    retry_after_s: float = option(
+        1.0, help="seconds that a refused caller is told to wait where nothing was measured yet", minimum=0
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import random
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,10 +34,6 @@ WATCH_MARGIN_S = 10.0
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.5, 10.0
 
 
-class BrokenWatch(Exception):
-    """The server ended the watch by an event: 410, or another error."""
-
-
 @dataclass(slots=True)
 class SliceTable:
     """The slices of one Service as last heard of, by name; several slices may name one address."""
@@ -49,10 +45,8 @@ class SliceTable:
         self.slices = {str(item["metadata"]["name"]): serving_hosts(item) for item in listing["items"] or ()}
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Take over one event of a watch. Raises BrokenWatch for an error, KeyError and the like for nonsense."""
+        """Take over one event of a watch. Raises KeyError, TypeError or AttributeError for what is none."""
         kind, item = event["type"], event["object"]
-        if kind == "ERROR":
-            raise BrokenWatch(f"status {item.get('code')}")
         if kind == "BOOKMARK":
             return
         name = str(item["metadata"]["name"])
@@ -124,15 +118,15 @@ class _Follower:
         self._loop = loop
         self._table = SliceTable()
         self._stopped = threading.Event()
-        self._lock = threading.Lock()
         self._response: Any = None
+        """The latest answer, which may be being read."""
 
     def stop(self) -> None:
         """From the loop's thread: a read that waits is ended."""
-        with self._lock:
-            self._stopped.set()
-            if self._response is not None:
-                _shut(self._response)
+        self._stopped.set()
+        # An answer that is over, or whose connection is gone, is as good.
+        with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+            self._response.shutdown()
 
     def run(self) -> None:
         import urllib3
@@ -144,10 +138,6 @@ class _Follower:
                 version = self._list()
                 backoff_s = BACKOFF_MIN_S
                 self._watch(version)
-            except BrokenWatch as error:
-                # Soon, and not at once: a server that refuses every watch is not to be asked in a loop.
-                _log.info("watch of endpoints ended", extra={"service_asked": self._peers.service, "cause": str(error)})
-                self._stopped.wait(random.uniform(0.1, 0.5))
             except (
                 ApiException,
                 urllib3.exceptions.HTTPError,
@@ -171,7 +161,7 @@ class _Follower:
 
     def _list(self) -> str:
         """Take over the whole list; returns its resource version."""
-        with self._asked(timeout_s=self._peers.timeout_s) as response:
+        with contextlib.closing(self._ask(self._peers.timeout_s, _preload_content=False)) as response:
             listing = json.loads(response.data)
         version = str(listing["metadata"]["resourceVersion"])
         self._table.replace(listing)
@@ -180,39 +170,34 @@ class _Follower:
 
     def _watch(self, version: str) -> None:
         """Take over events until the server ends the watch."""
-        with self._asked(
+        from kubernetes.watch import Watch
+
+        for event in Watch().stream(
+            self._ask,
             timeout_s=self._peers.watch_s + WATCH_MARGIN_S,
-            watch=True,
             resource_version=version,
             allow_watch_bookmarks=True,
             timeout_seconds=self._peers.watch_s,
-        ) as response:
-            for line in _lines(response):
-                self._table.apply(json.loads(line))
-                self._publish()
-                if self._stopped.is_set():
-                    return
+        ):
+            self._table.apply(event)
+            self._publish()
 
-    @contextlib.contextmanager
-    def _asked(self, timeout_s: float, **parameters: Any) -> Iterator[Any]:
-        """An answer whose body has not been read. `timeout_s`: longest silence of the server."""
-        response = self._peers.api.list_namespaced_endpoint_slice(
+    def _ask(self, timeout_s: float, **parameters: Any) -> Any:
+        """An answer whose body has not been read. `timeout_s`: longest silence of the server.
+
+        A watch makes a model of each event if this says which, and leaves it as it is where this says nothing.
+        """
+        self._response = response = self._peers.api.list_namespaced_endpoint_slice(
             self._peers.namespace,
             label_selector=f"kubernetes.io/service-name={self._peers.service}",
-            _preload_content=False,
             _request_timeout=(self._peers.timeout_s, timeout_s),
             **parameters,
         )
-        with self._lock:
-            self._response = response
-            if self._stopped.is_set():
-                _shut(response)
-        try:
-            yield response
-        finally:
-            with self._lock:
-                self._response = None
+        if self._stopped.is_set():
+            # It was on its way when following ended: `stop` had nothing to end.
             response.close()
+            raise ConnectionAbortedError("nobody follows any more")
+        return response
 
     def _publish(self) -> None:
         addresses = self._peers.addresses(self._table.hosts)
@@ -222,20 +207,6 @@ class _Follower:
         # A loop that is closed has nobody left to tell.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.changed.set)
-
-
-def _lines(response: Any) -> Iterator[bytes]:
-    """Whole lines of a body as they come; half a line at its end is a cut, and dropped."""
-    buffer = b""
-    for chunk in response.stream(amt=None, decode_content=True):
-        *whole, buffer = (buffer + chunk).split(b"\n")
-        yield from filter(None, whole)
-
-
-def _shut(response: Any) -> None:
-    """End a read of another thread; a connection that is gone already is as good."""
-    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
-        response.shutdown()
 
 
 def parse_slices(entry: str, timeout_s: float, api: Any = None) -> SlicePeers:

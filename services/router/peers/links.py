@@ -18,7 +18,7 @@ import random
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -27,6 +27,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from moot.core.errors import BodyTooLarge, PeerLost, PeerRefused
+from moot.core.options import Options, option, part
 from moot.rpc.link import (
     ITEM_OVERHEAD_BYTES,
     STREAM_ERRORS,
@@ -39,6 +40,7 @@ from moot.rpc.link import (
 )
 from moot.rpc.tls import PodTls
 from moot.runtime.metrics import Tally
+from moot.runtime.process import MAX_QUEUED_COMMANDS
 
 _log = logging.getLogger("moot.router.links")
 
@@ -55,15 +57,20 @@ class PeerState(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkPolicy:
+class LinkPolicy(Options):
     """How a link lives; durations in seconds."""
 
-    link: LinkConfig = field(default_factory=LinkConfig)
+    link: LinkConfig = part(LinkConfig)
     tls: PodTls | None = None
-    backoff_min_s: float = 0.1
-    backoff_max_s: float = 5.0
-    refused_retry_s: float = 10.0
-    max_queued_commands: int = 8192
+    backoff_min_s: float = option(0.1, help="seconds until a lost peer is connected to again, at first", above=0)
+    backoff_max_s: float = option(5.0, help="seconds until then at most", above=0)
+    refused_retry_s: float = option(
+        10.0, help="seconds until a peer with another tokenizer, model or certificate is asked again", above=0
+    )
+    max_queued_commands: int = option(
+        MAX_QUEUED_COMMANDS, help="commands to one peer not yet sent; past it the stream is ended", minimum=1
+    )
+    describe_timeout_ms: int = option(2_000, help="milliseconds to connect to a peer and hear what it is", minimum=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +207,7 @@ class PeerLink(ABC, Generic[CommandT]):
                 try:
                     async with open_channel(self.address, self._policy.link, self._policy.tls, self.role) as channel:
                         self._set_state(PeerState.CONNECTING)
-                        async with asyncio.timeout(self._policy.link.describe_timeout_ms / 1000):
+                        async with asyncio.timeout(self._policy.describe_timeout_ms / 1000):
                             await self._ask(channel)
                         self.refusal = self._failure = None
                         failures = 0

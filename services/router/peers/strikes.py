@@ -9,16 +9,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moot.core.options import Options, option
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrikePolicy:
+class StrikePolicy(Options):
     """Durations in seconds."""
 
-    max_strikes: int = 3
-    eject_s: float = 30.0
-    warm_up_s: float = 2.0
+    max_strikes: int = option(3, help="late or malformed answers until a drafter is ejected", minimum=1)
+    eject_s: float = option(
+        30.0, help="seconds of the first ejection; the n-th in a row lasts n times as long", above=0
+    )
+    warm_up_s: float = option(
+        2.0,
+        flag="drafter_warm_up_s",
+        help="seconds in which a drafter may read a prompt before lateness counts",
+        minimum=0,
+    )
     """Misses of a session's first answer count only from a drafter that has answered nobody for this long."""
-    memory_s: float = 300.0
+    memory_s: float = option(
+        300.0,
+        flag="strike_memory_s",
+        help="seconds after which malformed answers and ejections are forgotten",
+        minimum=0,
+    )
     """Malformed answers older than this are forgotten, and so is the count of ejections after as long without one."""
 
 

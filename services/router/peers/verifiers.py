@@ -29,12 +29,15 @@ from moot.core.errors import (
     UnknownSession,
 )
 from moot.core.generation import is_path
+from moot.core.options import Options, option, option_of
 from moot.core.types import Draft, ModelInfo, Verification
 from moot.rpc import convert
+from moot.rpc.link import HEARTBEAT_INTERVAL_S
 from moot.runtime.metrics import Metrics
 from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc
 from services.router.generation.ports import Prefix
+from services.router.generation.types import RefusalOptions
 from services.router.peers.draft_pool import DraftPool
 from services.router.peers.links import LinkPolicy, PeerLink, PeerState, new_session_id
 
@@ -79,19 +82,27 @@ class Heartbeats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetPolicy:
+class TargetPolicy(Options):
     """Bounds of everything that waits for a verifier; durations in seconds."""
 
-    heartbeat_interval_s: float = 1.0
-    max_missed_heartbeats: int = 3
-    open_timeout_s: float = 300.0
-    verify_timeout_s: float = 60.0
-    no_verifier_wait_s: float = 10.0
-    retry_after_s: float = 1.0
-    max_moves: int = 3
-    max_kills: int = 2
-    probation_wait_s: float = 5.0
-    capacity_retry_s: float = 0.1
+    heartbeat_interval_s: float = option(HEARTBEAT_INTERVAL_S, help="seconds between heartbeats to a verifier", above=0)
+    max_missed_heartbeats: int = option(
+        3, help="missed or unprogressing heartbeats until a verifier is lost", minimum=1
+    )
+    open_timeout_s: float = option(300.0, help="seconds for a verifier to read a prompt, its queue included", above=0)
+    verify_timeout_s: float = option(60.0, help="seconds for a verifier to answer a draft, the pool included", above=0)
+    no_verifier_wait_s: float = option(
+        10.0, help="seconds a request waits while no verifier can take it; then 503", above=0
+    )
+    retry_after_s: float = option_of(RefusalOptions, "retry_after_s")
+    capacity_retry_s: float = option(0.1, help="seconds until a full verifier is asked again", above=0)
+    max_moves: int = option(3, help="lost verifiers that one request survives", minimum=0)
+    max_kills: int = option(
+        2, help="lost verifiers that were computing a request until it is not tried again", minimum=1
+    )
+    probation_wait_s: float = option(
+        5.0, help="seconds such a request waits to be tried without other suspects", above=0
+    )
     max_shortages: int = 3
     """Verifiers without memory for a request, one after the other, until it fails."""
 

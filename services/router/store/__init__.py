@@ -15,10 +15,10 @@ __all__ = ["DurableStore", "MemoryStore", "StoreConfig", "open_store"]
 
 
 async def open_store(
-    config: StoreConfig | None, on_change: Callable[[bool], None] = lambda up: None
+    config: StoreConfig, on_change: Callable[[bool], None] = lambda up: None
 ) -> DurableStore | MemoryStore:
-    """Without a config: records in memory only. `on_change(up)` is told at start and at every change since."""
-    if config is None:
+    """Without a server: records in memory only. `on_change(up)` is told at start and at every change since."""
+    if not config.keeps_records:
         return MemoryStore()
     store = DurableStore(config, on_change)
     await store.start()

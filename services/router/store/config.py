@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moot.core.errors import ConfigError
+from moot.core.options import Options, option
 
 Address = tuple[str, int]
 
@@ -17,34 +18,54 @@ def parse_address(text: str) -> Address:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-MODES = ("degrade", "required")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreConfig:
-    url: str
+class StoreConfig(Options):
+    url: str | None = option(
+        None, flag="redis_url", help="server of request records, redis://host:port/0 (none: memory only)"
+    )
     """redis://, rediss:// or unix:// address of one Redis 7 or Valkey server. With `sentinels`, who know where it is,
     only user, password, database and TLS of it are used."""
-    sentinels: tuple[str, ...] = ()
-    """host:port of each sentinel. They speak TLS if the server does, with the same certificates."""
-    sentinel_master: str = ""
-    """The name by which they know the server."""
-    sentinel_username: str | None = None
-    sentinel_password: str | None = field(default=None, repr=False)
-    """Of the sentinels themselves."""
-    mode: str = "degrade"
-    """What an unreachable server means: `degrade` serves without a record, `required` refuses new requests."""
-    prefix: str = "moot"
-    """First part of every key; the release name."""
-    timeout_s: float = 0.1
+    sentinels: tuple[str, ...] = option(
+        (),
+        flag="redis_sentinels",
+        help="host:port of each sentinel that knows that server; then its host and port are theirs to say",
+    )
+    sentinel_master: str = option("", flag="redis_sentinel_master", help="name by which they know it")
+    sentinel_username: str | None = option(
+        None, flag="redis_sentinel_username", help="user of the sentinels themselves"
+    )
+    sentinel_password: str | None = option(
+        None,
+        flag="redis_sentinel_password",
+        help="password of the sentinels themselves; TLS is theirs if --redis-url is rediss://",
+        repr=False,
+    )
+    mode: str = option(
+        "degrade",
+        flag="store_mode",
+        help="what an unreachable server of records means",
+        choices=("degrade", "required"),
+    )
+    """`degrade` serves without a record, `required` refuses new requests."""
+    prefix: str = option("moot", flag="store_prefix", help="first part of every key on it")
+    timeout_s: float = option(0.1, flag="store_timeout_s", help="seconds that one attempt on it may take", above=0)
     """Of one attempt on the token path; there are at most two."""
     connect_timeout_s: float = 0.1
-    lease_s: float = 5.0
-    """An owner silent for so long may be replaced; measured by the server's clock."""
+    lease_s: float = option(
+        5.0,
+        flag="store_lease_s",
+        help="seconds of silence after which another router may take a request over",
+        above=0,
+    )
+    """Measured by the server's clock."""
     ttl_s: float = 3600.0
     """Of a running request's keys, from its last commit."""
-    finished_ttl_s: float = 600.0
-    """Of a finished request's keys: how long it can be replayed."""
+    finished_ttl_s: float = option(
+        600.0,
+        flag="store_finished_ttl_s",
+        help="seconds that a finished request's record stays there, to be replayed",
+        above=0,
+    )
     upkeep_interval_s: float = 0.5
     """Between probes of a lost server, looks at its memory, repairs and renewals of leases."""
     memory_limit_ratio: float = 0.85
@@ -56,9 +77,7 @@ class StoreConfig:
     max_open_records: int = 65536
     """Requests held in memory for repair at most; more are served without a record."""
 
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"store mode {self.mode!r} is not one of {', '.join(MODES)}")
+    def check_together(self) -> None:
         if bool(self.sentinels) != bool(self.sentinel_master):
             raise ConfigError("--redis-sentinels and --redis-sentinel-master go together")
         if self.sentinel_username is not None and self.sentinel_password is None:
@@ -67,6 +86,16 @@ class StoreConfig:
             raise ConfigError("--redis-sentinel-password needs --redis-sentinels")
         for sentinel in self.sentinels:
             parse_address(sentinel)
+
+    @property
+    def keeps_records(self) -> bool:
+        """Whether there is a server at all."""
+        return self.url is not None or bool(self.sentinels)
+
+    @property
+    def server_url(self) -> str:
+        """Of a server that the sentinels know, the part of the address that they do not is the standard one."""
+        return self.url or "redis://"
 
     @property
     def attempt_s(self) -> float:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moot.core.errors import ConfigError
 from moot.core.generation import Generation
 from moot.core.speculation.panel import ALWAYS_ASK, expected_share, is_dear
-from moot.core.speculation.policy import make_policy
+from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.types import Proposal, SamplingParams
 from moot.core.voting.calibration import Calibration
 
@@ -19,7 +19,7 @@ bytes_ = st.lists(st.integers(0, 255), min_size=1, max_size=12)
 @given(
     confidences=st.lists(bytes_, max_size=4), num_tokens=st.integers(1, 9), hits=st.lists(st.booleans(), max_size=30)
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_share_is_the_best_expectation(confidences: list[list[int]], num_tokens: int, hits: list[bool]) -> None:
     """Against the definition: over K, the sum over depths of the chance that all tokens up to there are right."""
     calibration = Calibration()
@@ -68,10 +68,10 @@ def test_without_a_cascade_nobody_is_dear_and_nothing_is_sure() -> None:
     """The default asks everybody, whatever is known; a cascade of 0 is sure as soon as anything was proposed or not."""
     proposals = [Proposal((1,) * 4, (255,) * 4, "a")]
     for cascade, sure in ((ALWAYS_ASK, False), (0.01, True), (0.0, True)):
-        policy = make_policy(length="fixed", num_speculative_tokens=4, cascade=cascade).open(["a"])
+        policy = make_policy(SpeculationOptions(length="fixed", num_speculative_tokens=4, cascade=cascade)).open(["a"])
         plan = policy.plan(Generation((1,), SamplingParams(max_tokens=50)), 100)
         assert policy.is_sure(plan, proposals) is sure
         assert not policy.is_dear(10.0)  # no round was seen yet
     for bad in (-0.1, 1.1, float("nan")):
         with pytest.raises(ConfigError, match="cascade"):
-            make_policy(cascade=bad)
+            make_policy(SpeculationOptions(cascade=bad))

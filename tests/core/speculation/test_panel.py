@@ -8,7 +8,7 @@ import pytest
 
 from moot.core.errors import ConfigError
 from moot.core.speculation.panel import REASONS, SILENT, SLOW, USELESS, WINDOW, Answer, Panel, PanelRound
-from moot.core.speculation.policy import make_policy
+from moot.core.speculation.policy import SpeculationOptions, make_policy
 
 STEP_S = 0.03
 
@@ -172,11 +172,11 @@ def test_a_request_that_names_its_drafters_asks_them() -> None:
     play(pool.panel, {**GOOD, "other": (0, 0.02)}, WINDOW)
     assert list(pool.open(["good", "other"]).choose(["good", "other"])) == ["good"]
     assert list(pool.open(["good", "other"], is_chosen=True).choose(["good", "other"])) == ["good", "other"]
-    everybody = make_policy(asks="all")
+    everybody = make_policy(SpeculationOptions(asks="all"))
     play(everybody.panel, {**GOOD, "other": (0, 0.02)}, WINDOW)
     assert list(everybody.open(["good", "other"]).choose(["good", "other"])) == ["good", "other"]
     with pytest.raises(ConfigError, match="asks"):
-        make_policy(asks="nobody")
+        make_policy(SpeculationOptions(asks="nobody"))
 
 
 def test_a_drafter_that_is_forgotten_starts_anew() -> None:

@@ -12,7 +12,7 @@ from moot.core.acceptance import walk
 from moot.core.errors import ConfigError
 from moot.core.generation import Generation
 from moot.core.speculation.length import LENGTHS, Load
-from moot.core.speculation.policy import Plan, PoolPolicy, RequestPolicy, learn_ballot, make_policy
+from moot.core.speculation.policy import Plan, PoolPolicy, RequestPolicy, SpeculationOptions, learn_ballot, make_policy
 from moot.core.types import Draft, FinishReason, Proposal, SamplingParams, Verification
 from moot.core.voting.calibration import Calibration, ShareAcceptance
 from moot.core.voting.tree import SHAPES
@@ -68,7 +68,7 @@ def start(max_tokens: int = 64) -> Generation:
     return state
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.sampled_from(sorted(POLICIES)),
     st.sampled_from(sorted(SHAPES)),
@@ -82,7 +82,7 @@ def test_every_bundle_yields_the_targets_text(
     vote_name: str, shape: str, weights: str, length: str, rights: list[int], max_tokens: int, asked: int | None
 ) -> None:
     """Any policy, electorate (none included) and K: the target's ids, exactly max_tokens of them, counters in order."""
-    pool = make_policy(vote=vote_name, shape=shape, weights=weights, length=length)
+    pool = make_policy(SpeculationOptions(vote=vote_name, shape=shape, weights=weights, length=length))
     drafters = [Script(f"d{i}", right) for i, right in enumerate(rights)]
     policy = pool.open([drafter.drafter_id for drafter in drafters], asked)
     state = start(max_tokens)
@@ -104,15 +104,15 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         ("weights", "hedge, minions, uniform"),
         ("length", "goodput, minions, fixed"),
     ):
-        with pytest.raises(ConfigError, match=f"unknown {key} 'nope'; known: {listed}"):
-            make_policy(**{key: "nope"})  # type: ignore[arg-type]  # one name at a time
-    with pytest.raises(ConfigError, match="negative"):
-        make_policy(num_speculative_tokens=-1)
+        with pytest.raises(ConfigError, match=f"{key}: 'nope' is not one of {listed}"):
+            make_policy(SpeculationOptions(**{key: "nope"}))  # type: ignore[arg-type]  # one name at a time
+    with pytest.raises(ConfigError, match="num_speculative_tokens must be at least 0"):
+        make_policy(SpeculationOptions(num_speculative_tokens=-1))
 
 
 def test_a_request_may_fix_its_length_or_refuse_drafting() -> None:
     """0: no drafting; n: always n, not above the pool's; None: the policy decides."""
-    pool = make_policy(num_speculative_tokens=6)
+    pool = make_policy(SpeculationOptions(num_speculative_tokens=6))
     state = start()
     assert pool.open(["a"], 0).plan(state, CONTEXT).num_speculative_tokens == 0
     assert pool.open(["a"], 3).plan(state, CONTEXT).num_speculative_tokens == 3
@@ -132,7 +132,7 @@ def test_a_plan_respects_context_and_remaining_tokens() -> None:
 
 def test_the_calibrated_bundle_learns_whom_to_believe() -> None:
     """Two weak drafters of one mind against one good one: after some rounds most of its tokens are accepted."""
-    pool = make_policy(shape="chain", length="fixed", num_speculative_tokens=4)
+    pool = make_policy(SpeculationOptions(shape="chain", length="fixed", num_speculative_tokens=4))
     drafters = [Script("good", 4, 200), Script("weak", 0, 90), Script("weaker", 0, 90)]
     policy = pool.open([d.drafter_id for d in drafters])
     state = start(400)
@@ -148,7 +148,7 @@ def test_the_calibrated_bundle_learns_whom_to_believe() -> None:
 
 def test_what_a_request_learned_serves_the_next() -> None:
     """Weights flow back when it closes; tables are the pool's; a forgotten drafter starts anew."""
-    pool = make_policy(length="fixed", num_speculative_tokens=4)
+    pool = make_policy(SpeculationOptions(length="fixed", num_speculative_tokens=4))
     drafters = [Script("good", 4), Script("weak", 0)]
     first = pool.open(["good", "weak"])
     state = start(200)
@@ -165,12 +165,12 @@ def test_what_a_request_learned_serves_the_next() -> None:
 
 def test_pools_do_not_share_what_they_learned() -> None:
     """Nothing learned in one run reaches the next: a second bundle from the same names starts from the priors."""
-    used = make_policy(length="fixed")
+    used = make_policy(SpeculationOptions(length="fixed"))
     policy, state = used.open(["a"]), start(100)
     for _ in range(10):
         one_round(policy, state, [Script("a", 8)])
     policy.close()
-    fresh = make_policy(length="fixed")
+    fresh = make_policy(SpeculationOptions(length="fixed"))
     assert fresh.calibration.of("a").rate(128, 0) == pytest.approx(1 / 3)
     assert fresh.acceptance.rate(0.5, 0) == pytest.approx(0.5)
 
@@ -214,7 +214,9 @@ def test_a_gap_in_the_text_settles_open_gains() -> None:
     compared with the proposals of before the gap, where they would fit by accident."""
 
     def weights_after(gap: int) -> float:
-        policy = make_policy(length="fixed", num_speculative_tokens=4, shape="chain").open(["a", "b"])
+        policy = make_policy(SpeculationOptions(length="fixed", num_speculative_tokens=4, shape="chain")).open(
+            ["a", "b"]
+        )
         plan = policy.plan(start(), CONTEXT)
         result = policy.vote(plan, [Proposal((1, 2, 3, 3), drafter_id="a"), Proposal((1, 9), drafter_id="b")])
         policy.learn(plan, result, Verification(4, 1, (1, 2)), 0.0)
@@ -267,7 +269,7 @@ def test_drafting_stops_at_saturation_and_returns_with_room() -> None:
 
 def test_nodes_that_do_not_pay_are_not_verified() -> None:
     """A drafter known to be wrong costs nothing at the verifier: its tokens are asked for now and then, not sent."""
-    pool = make_policy(num_speculative_tokens=4)
+    pool = make_policy(SpeculationOptions(num_speculative_tokens=4))
     for _ in range(300):
         pool.calibration.of("a").record(128, 0, False)
     for size in (1, 2, 4, 8, 16):
@@ -282,7 +284,7 @@ def test_nodes_that_do_not_pay_are_not_verified() -> None:
 
 def test_one_family_votes_as_one() -> None:
     """Families named at admission reach the calibrated vote."""
-    pool = make_policy(shape="chain", length="fixed", num_speculative_tokens=1)
+    pool = make_policy(SpeculationOptions(shape="chain", length="fixed", num_speculative_tokens=1))
     for _ in range(200):
         pool.calibration.of("a").record(128, 0, _ % 10 < 7)
         pool.calibration.of("b").record(128, 0, _ % 10 < 6)
@@ -298,7 +300,7 @@ def test_one_family_votes_as_one() -> None:
 
 def test_the_request_ends_inside_a_draft_by_a_stop_string() -> None:
     """C09 through the bundle: what was cut off reaches neither the counters nor the tables."""
-    pool = make_policy(length="fixed", num_speculative_tokens=4, shape="chain")
+    pool = make_policy(SpeculationOptions(length="fixed", num_speculative_tokens=4, shape="chain"))
     policy, state = pool.open(["a"]), start()
     plan = policy.plan(state, CONTEXT)
     proposal = Script("a", 4).propose(state.base_length, 4)
@@ -317,7 +319,7 @@ def test_the_request_ends_inside_a_draft_by_a_stop_string() -> None:
 def test_only_what_a_draft_adds_to_the_routers_work_counts() -> None:
     """A round without a draft takes the router's own time, too: of a round that drafts only the difference is a
     cost of drafting. A request that has ended is not waited for any more."""
-    pool = make_policy(num_speculative_tokens=4, length="fixed")
+    pool = make_policy(SpeculationOptions(num_speculative_tokens=4, length="fixed"))
     policy = pool.open(["a"])
     verification = Verification(4, 0, (1,), forward_us=10_000, batch_requests=1, batch_tokens=1)
     nothing = policy.vote(Plan(0, 0), [])

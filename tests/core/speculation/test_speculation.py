@@ -203,7 +203,7 @@ def test_a_request_starts_from_the_pool_and_goes_its_own_way() -> None:
     assert pool.rate(0) > 0.9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 600), st.floats(1e-4, 2.0)), max_size=60))
 def test_verify_cost_is_positive_and_never_falls_with_more_tokens(samples: list[tuple[int, float]]) -> None:
     """Whatever noise is fed: finite, positive, monotone, so a marginal cost is never negative."""

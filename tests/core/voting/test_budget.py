@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moot.core.speculation.policy import Plan, make_policy
+from moot.core.speculation.policy import Plan, SpeculationOptions, make_policy
 from moot.core.types import Proposal
 from moot.core.voting.calibration import OwnAcceptance, ShareAcceptance
 from moot.core.voting.tree import Budget, worth
@@ -86,7 +86,7 @@ def test_who_leaves_makes_room() -> None:
 VALUES = st.lists(st.floats(0.01, 20.0), max_size=6).map(lambda values: sorted(values, reverse=True))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(VALUES, min_size=1, max_size=8), st.floats(0.0, 3.0), st.integers(1, 20))
 def test_the_budget_is_the_joint_optimum(offers: list[list[float]], slope: float, free: int) -> None:
     """Whatever is offered, nobody sends a node that is worth less than one that another keeps back, and with values
@@ -106,7 +106,7 @@ def test_the_budget_is_the_joint_optimum(offers: list[list[float]], slope: float
         assert len(gone) == best
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(VALUES, st.integers(1, 30), st.integers(0, 30), st.floats(0.0, 3.0), st.integers(1, 40))
 def test_a_higher_load_never_buys_more(values: list[float], few: int, more: int, slope: float, free: int) -> None:
     """The same nodes, rows that are free and then dear: with more requests in the step each sends as many or fewer."""
@@ -142,7 +142,7 @@ def test_every_shape_is_cut_at_the_price(shape: str) -> None:
     proposals = [Proposal((1, 2, 3), (128,) * 3, "a"), Proposal((5, 6), (128,) * 2, "b")]
     sizes = []
     for row_s in (0.0, 0.012, 1.0):
-        pool = make_policy(shape=shape, num_speculative_tokens=4)
+        pool = make_policy(SpeculationOptions(shape=shape, num_speculative_tokens=4))
         for index in range(400):
             pool.calibration.of("a").record(128, 0, index % 10 < 6)
         for size in (1, 2, 3, 4, 5, 6):

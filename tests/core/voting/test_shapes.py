@@ -51,7 +51,7 @@ def test_tree_spends_its_budget_on_the_most_probable_nodes() -> None:
         assert result.expected_accepted == pytest.approx(sum(chances[edge] for edge in ranked[:budget]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.sampled_from("abcd"), st.lists(st.integers(0, 2), min_size=1, max_size=5)), max_size=6),
     st.integers(0, 8),

@@ -38,7 +38,7 @@ def ballots(draw: st.DrawFn) -> list[Proposal]:
 weight_maps = st.fixed_dictionaries({id_: st.sampled_from([0.1, 0.2, 0.3, 0.5]) for id_ in DRAFTERS})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     ballots(),
     weight_maps,

@@ -126,7 +126,7 @@ def test_uniform_never_moves() -> None:
 chains = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.sampled_from(sorted(WEIGHTS)),
     st.lists(st.tuples(st.dictionaries(st.sampled_from("abcde"), chains), chains), max_size=30),

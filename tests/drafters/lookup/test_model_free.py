@@ -19,6 +19,7 @@ from moot.drafters.base import Ask, ProposerOptions
 from moot.drafters.lookup.datastore import build
 from moot.drafters.lookup.ngram import NgramTable
 from moot.drafters.registry import MODEL_FREE_KINDS, create, known_kinds, load_kind
+from tests.waiting import GIVE_UP_S
 
 VOCAB = 12
 PARAMS = SamplingParams(temperature=0.0)
@@ -58,7 +59,7 @@ def proposals(kind: str, options: dict[str, object], prefix: list[int], num_toke
 
 @pytest.mark.parametrize("name", NAMES)
 @given(prefix=ids, num_tokens=st.integers(0, 9), width=st.integers(0, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_proposals_are_always_valid(
     variants: dict[str, tuple[str, dict[str, object]]], name: str, prefix: list[int], num_tokens: int, width: int
 ) -> None:
@@ -75,7 +76,7 @@ def test_proposals_are_always_valid(
 
 @pytest.mark.parametrize("name", NAMES)
 @given(prefix=ids, cuts=cuts)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_extending_equals_opening_afresh(
     variants: dict[str, tuple[str, dict[str, object]]], name: str, prefix: list[int], cuts: list[int]
 ) -> None:
@@ -148,7 +149,7 @@ def test_kinds_without_a_model_import_no_torch() -> None:
         "for kind in MODEL_FREE_KINDS: create(kind, {'vocab_size': 10})\n"
         "assert not {'torch', 'transformers', 'grpc'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=GIVE_UP_S)
 
 
 def test_unknown_kinds_and_options_are_named() -> None:

@@ -19,7 +19,7 @@ texts = st.lists(st.lists(st.integers(0, 4), max_size=30), max_size=4)
 
 
 @given(stored=texts, context=st.lists(st.integers(0, 5), min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_table_counts_what_followed(
     tmp_path_factory: pytest.TempPathFactory, stored: list[list[int]], context: list[int]
 ) -> None:
@@ -62,7 +62,7 @@ def test_longest_context_decides() -> None:
 
 
 @given(prefix=st.lists(st.integers(0, 3), min_size=1, max_size=60), cut=st.integers(0, 60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_counts_are_of_the_last_tokens(prefix: list[int], cut: int) -> None:
     """Online, the most frequent follower (the most recent of equals) within the window, and nothing before it."""
     window = 12

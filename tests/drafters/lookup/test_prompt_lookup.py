@@ -23,7 +23,7 @@ def searched(tokens: list[int], num_tokens: int) -> tuple[int, ...]:
 
 
 @given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=50), num_tokens=st.integers(1, 8))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_longest_ngram_and_most_recent_match_win(tokens: list[int], num_tokens: int) -> None:
     """The longest suffix n-gram from 4 to 1 seen earlier; of its occurrences the most recent; loops go on."""
     proposer = create("prompt_lookup", {"vocab_size": 4})

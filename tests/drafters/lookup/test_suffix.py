@@ -37,7 +37,7 @@ def suffix_chains(tokens: list[int], num_tokens: int, width: int = 1, **options:
 
 
 @given(tokens=texts)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_automaton_knows_the_longest_earlier_suffix(tokens: list[int]) -> None:
     """Length, number of occurrences and most recent end of the match, at every prefix of the text."""
     automaton = SuffixAutomaton()
@@ -62,7 +62,7 @@ def test_automaton_stays_small() -> None:
 
 
 @given(tokens=texts)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_first_id_continues_the_longest_match(tokens: list[int]) -> None:
     """`recent`: the id after the most recent match; `frequent`: the most frequent one, the most recent among equals."""
     length = longest_match(tokens)
@@ -78,7 +78,7 @@ def test_first_id_continues_the_longest_match(tokens: list[int]) -> None:
 
 
 @given(tokens=texts, width=st.integers(2, 4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_chains_part_at_the_first_id_and_start_with_seen_bigrams(tokens: list[int], width: int) -> None:
     """Alternatives have other first ids, each of which has followed the last token before."""
     chains = suffix_chains(tokens, 3, width)
@@ -90,7 +90,7 @@ def test_chains_part_at_the_first_id_and_start_with_seen_bigrams(tokens: list[in
 
 
 @given(tokens=st.lists(st.integers(0, 3), min_size=30, max_size=120))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_window_is_bounded_and_answers_as_its_own_text(tokens: list[int]) -> None:
     """Only the last tokens are indexed; the proposal is that of this window alone."""
     proposer = create("suffix", {"vocab_size": 4, "max_indexed_tokens": 16})
@@ -130,7 +130,7 @@ def test_datastore_continues_with_the_most_frequent(store: Datastore) -> None:
     stored=st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=4),
     prefix=st.lists(st.integers(0, 4), max_size=24),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_datastore_finds_the_longest_match_and_all_its_places(
     tmp_path_factory: pytest.TempPathFactory, stored: list[list[int]], prefix: list[int]
 ) -> None:
@@ -163,7 +163,7 @@ def test_datastore_finds_the_longest_match_and_all_its_places(
     prefix=st.lists(st.integers(0, 2), max_size=6),
     num_tokens=st.integers(0, 7),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_datastore_goes_on_as_most_of_those_left(
     tmp_path_factory: pytest.TempPathFactory, stored: list[list[int]], prefix: list[int], num_tokens: int
 ) -> None:

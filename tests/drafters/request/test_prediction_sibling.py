@@ -73,7 +73,7 @@ def test_width_gives_other_places() -> None:
 
 
 @given(prediction=few, output=few, cuts=st.lists(st.integers(0, 43), max_size=4), num_tokens=st.integers(1, 9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_prediction_proposals_are_valid_and_a_function_of_the_prefix(
     prediction: list[int], output: list[int], cuts: list[int], num_tokens: int
 ) -> None:
@@ -216,7 +216,7 @@ def test_a_session_opened_again_writes_its_row_anew() -> None:
     said=st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 4) | st.just(VOCAB), max_size=6)), max_size=30),
     width=st.integers(1, 3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_sibling_proposals_are_the_others_words(said: list[tuple[int, list[int]]], width: int) -> None:
     """Against a search by hand: each chain follows, in some other row, the longest end that leads to its first id."""
     prompt = [1, 2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.bench.branch_time import comb
+from lab.bench.forward.branch_time import comb
 from moot.core.types import ROOT
 from moot.model.cache.base import depths_of, paths
 

@@ -1,8 +1,12 @@
+"""Medians, ratios and slopes with their intervals."""
+
+from __future__ import annotations
+
 import random
 
 import pytest
 
-from lab.bench.intervals import Interval, interleaved, ratios
+from lab.bench.harness.intervals import Interval, ratios, theil_sen
 
 
 @pytest.mark.parametrize(("count", "trimmed"), [(5, 0), (7, 0), (8, 0), (9, 1), (15, 3), (30, 9)])
@@ -36,14 +40,13 @@ def test_what_a_pair_shares_cancels_in_its_ratio() -> None:
     assert ratios([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]) == Interval(2.0, 2.0, 2.0)
 
 
-def test_turns_alternate_in_order_and_warm_up_is_dropped() -> None:
-    """Neither measurement always comes first, and the first round is not counted."""
-    calls: list[str] = []
-
-    def taking(name: str) -> float:
-        calls.append(name)
-        return float(len(calls))
-
-    found = interleaved({"a": lambda: taking("a"), "b": lambda: taking("b")}, 3, say=lambda _: None)
-    assert calls == ["a", "b", "b", "a", "a", "b", "b", "a"]
-    assert found == {"a": [4.0, 5.0, 8.0], "b": [3.0, 6.0, 7.0]}
+def test_a_slope_is_not_moved_by_single_jumps() -> None:
+    """One reading far off changes neither the slope nor, by much, its interval; a growth is not taken for none."""
+    xs = [float(x) for x in range(20)]
+    steady = [5.0] * 20
+    assert theil_sen(xs, [*steady[:-1], 500.0]) == Interval(0.0, 0.0, 0.0)
+    found = theil_sen(xs, [3 * x + (x % 2) for x in xs])
+    assert found.low > 2.8
+    assert found.median == pytest.approx(3.0, abs=0.05)
+    with pytest.raises(ValueError, match="three points"):
+        theil_sen([1.0, 2.0], [1.0, 2.0])

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.driving.prompts import held_out
-from lab.bench.peers.__main__ import parsed, read_samples
+from lab.bench.harness.prompts import evenly, held_out
+from lab.bench.peers.__main__ import BENCH, Config, read_samples
 from lab.bench.peers.catalogue import PEERS, chosen
 from lab.bench.peers.environments import build_flags
 from lab.bench.peers.figures import HEADER, Sample, complete, fingerprint, rows
-from lab.bench.peers.prompts import evenly
 from lab.bench.peers.protocol import Child, PeerFailed
 from moot.core.errors import ConfigError
 
-CHILDREN = Path(__file__).parents[2] / "bench" / "peers" / "children"
+CHILDREN = Path(__file__).parents[3] / "lab" / "bench" / "peers" / "children"
 ECHO = """
 import sys; sys.path.insert(0, {children!r})
 from lines import Clock, serve
@@ -110,14 +109,14 @@ def samples_file(folder: Path, max_tokens: int) -> Path:
 def test_samples_of_another_question_are_refused(tmp_path: Path, prompt: list[int], max_tokens: int) -> None:
     """Samples are read back whole, and not mixed with those of other prompts or lengths."""
     file = str(samples_file(tmp_path, 8))
-    assert len(read_samples(parsed(["--samples", file, "--max-tokens", "8"]), [[1, 2]])) == 1
+    assert len(read_samples(BENCH.read(Config, ["--samples", file, "--max-tokens", "8"]), [[1, 2]])) == 1
     with pytest.raises(ConfigError, match="other prompts"):
-        read_samples(parsed(["--samples", file, "--max-tokens", str(max_tokens)]), [prompt])
+        read_samples(BENCH.read(Config, ["--samples", file, "--max-tokens", str(max_tokens)]), [prompt])
 
 
 def test_unknown_peer_and_absent_processor_features() -> None:
     """A peer there is none of is refused by name; llama.cpp is built for no more than the processor has."""
-    with pytest.raises(ValueError, match="nobody"):
+    with pytest.raises(ConfigError, match="nobody"):
         chosen(["nobody"])
     assert "-DGGML_AVX512=OFF" in build_flags({"avx2"})
     assert "-DGGML_AVX2=ON" in build_flags({"avx2"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from lab.bench.misbehaving import KINDS, NO_FAULT, compare
+from lab.bench.virtual.misbehaving import KINDS, NO_FAULT, compare
 
 
 def test_no_drafter_costs_more_than_it_brings() -> None:

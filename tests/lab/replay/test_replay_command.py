@@ -51,9 +51,9 @@ def test_the_report_has_the_numbers_of_the_replay(folder: Path, capsys: pytest.C
         (["replay", "run"], "needs the folder of a recording"),
         (["replay", "run", "nowhere"], "nothing is recorded in nowhere"),
         (["replay", "run", "nowhere", "--vote", "best-of-all"], "is not one of majority, calibrated"),
-        (["replay", "run", "nowhere", "--width", "0"], "width at least 1"),
+        (["replay", "run", "nowhere", "--width", "0"], "--width must be at least 1"),
         (["replay", "record", "--out", "x", "--prompts", "none.jsonl"], "no prompts in none.jsonl"),
-        (["replay", "record", "--out", "x", "--prompts", "p", "--num-rows", "0"], "num_rows must be at least 1"),
+        (["replay", "record", "--out", "x", "--prompts", "p", "--num-rows", "0"], "--num-rows must be at least 1"),
         (["replay", "record", "--out", "x", "--prompts", "p", "--drafters", "=suffix"], "is not \\[id=\\]kind"),
     ],
 )

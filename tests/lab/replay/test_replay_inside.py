@@ -15,6 +15,7 @@ from lab.replay.making import Machine, TextPlan, make_texts, target_runner
 from lab.replay.prompts import Prompt
 from lab.replay.recorder import Asking, record_drafter
 from moot.core.errors import ConfigError
+from moot.core.options import make_config
 from moot.core.types import Proposal
 from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
 from moot.drafters.base import parse_entries
@@ -58,7 +59,7 @@ def test_recorded_proposals_are_the_verifiers_own(tmp_path: Path, model: Path, h
     record = record_drafter(tmp_path, entry, texts, meta.vocab_size, Asking(3, 2), quiet, target)
     assert record.facts.num_bytes == sum(file.stat().st_size for file in head.iterdir())
     assert record.facts.family == "heads"
-    config = VerifierConfig(model="tiny", drafters=(flag,), kv_capacity_tokens=8192)
+    config = make_config(VerifierConfig, model="tiny", drafters=(flag,), kv_capacity_tokens=8192)
     engine = Engine(target_runner(plan, QUIET), config)
     engine.start()
     try:

@@ -9,7 +9,7 @@ import pytest
 from lab.replay.evaluate import Policies, Replay, by_group, outcome_of
 from moot.core.errors import ConfigError
 from moot.core.speculation.length import LENGTHS
-from moot.core.speculation.policy import make_policy
+from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.voting.tree import SHAPES
 from moot.core.voting.voting import POLICIES
 from moot.core.voting.weights import WEIGHTS
@@ -49,7 +49,7 @@ def test_a_second_run_is_the_first(replay: Replay, length: str) -> None:
     assert [one.generation for one in first] == [one.generation for one in second]
     assert [one.seconds for one in first] == [one.seconds for one in second]
     # Worth something only because learning does change what comes next.
-    pool = make_policy(vote="calibrated", length=length)
+    pool = make_policy(SpeculationOptions(vote="calibrated", length=length))
     replay.run(policies, pool)
     later = outcome_of(replay.run(policies, pool))
     assert later != outcome_of(first)

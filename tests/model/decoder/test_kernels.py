@@ -38,7 +38,7 @@ def inference() -> Iterator[None]:
 def kernels() -> Kernels:
     found = load_kernels(cache_dir())
     if found is None:
-        pytest.skip("no kernels: this CPU has no AVX512-BF16, or there is no compiler")
+        pytest.skip("no kernels: a CPU with AVX512-BF16, and apt-get install gcc libc6-dev")
     return found
 
 

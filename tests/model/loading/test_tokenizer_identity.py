@@ -12,6 +12,7 @@ import pytest
 from moot.core.errors import ConfigError
 from moot.testing.tiny_model import byte_tokenizer, make_tiny_model
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
+from tests.waiting import GIVE_UP_S
 
 
 def changed(path: Path, edit: str) -> str:
@@ -70,4 +71,4 @@ def test_no_tokenizer_is_a_config_error(tmp_path: Path) -> None:
 def test_importing_it_needs_no_torch() -> None:
     """The router imports this module."""
     code = "import sys, moot.tokenizer; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=GIVE_UP_S, check=False).returncode == 0

@@ -46,7 +46,7 @@ def check(data: st.DataObject, rows: torch.Tensor, vocab_size: int) -> None:
     assert [drawn.token_id for drawn in sampler.draw(rows, specs)] == wanted
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_equal_to_the_reference_on_small_rows(data: st.DataObject) -> None:
     """Any parameters and histories in one batch, few distinct logits (so ties everywhere): the same ids and errors."""
@@ -58,7 +58,7 @@ def test_equal_to_the_reference_on_small_rows(data: st.DataObject) -> None:
     check(data, torch.tensor([row + padding for row in rows], dtype=dtype), vocab_size)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_equal_to_the_reference_on_large_rows_with_ties(data: st.DataObject) -> None:
     """More tokens than candidates, rounded to bfloat16: borders among equal logits are noticed and decided exactly."""

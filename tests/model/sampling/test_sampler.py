@@ -65,7 +65,7 @@ def assert_equal(row: torch.Tensor, vocab_size: int, p: SamplingParams, position
     assert outcome(lambda: Sampler(vocab_size, frozenset({END})).sample(row, p, position, history)) == expected
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_equal_to_the_reference_on_small_rows(data: st.DataObject) -> None:
     """Any parameters, few distinct logits (so ties everywhere), any history and draft path: the same id or error."""
@@ -80,7 +80,7 @@ def test_equal_to_the_reference_on_small_rows(data: st.DataObject) -> None:
     assert_equal(torch.tensor(row + padding, dtype=dtype), vocab_size, p, data.draw(st.integers(0, 10**6)), ids)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_equal_to_the_reference_on_large_rows_with_ties(data: st.DataObject) -> None:
     """Rows large enough for screening and narrowing, rounded to bfloat16: pruning changes no id."""
@@ -111,7 +111,7 @@ def test_a_far_token_wins_when_its_noise_is_high() -> None:
     assert abs(far - expected) < 6 * math.sqrt(expected)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([0.02, 1.0, 5.0, 20.0]),
@@ -248,7 +248,7 @@ def test_rows_are_left_as_they_were() -> None:
         assert torch.equal(row, before)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(0, 199), st.integers(0, 8))
 def test_logprobs_equal_the_reference(seed: int, token_id: int, num_top: int) -> None:
     """C16: log-probabilities, rank and alternatives of the raw row, ties by lower id."""

@@ -22,8 +22,8 @@ from services.drafter.config import DrafterConfig
 from services.drafter.engine import DrafterEngine
 from services.drafter.serve import SERVICE, make_proposer
 from services.drafter.servicer import DrafterServicer, description_to_pb
+from tests.waiting import GIVE_UP_S
 
-TIMEOUT_S = 20.0
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -73,7 +73,7 @@ class Peer:
 
     async def answer(self) -> pb.DraftAnswer:
         while not self._answers:
-            response = await asyncio.wait_for(self.call.read(), TIMEOUT_S)
+            response = await asyncio.wait_for(self.call.read(), GIVE_UP_S)
             assert response is not grpc.aio.EOF, "the stream has ended"
             self._answers += response.answers
         return self._answers.pop(0)
@@ -101,8 +101,8 @@ class RunningDrafter:
             self.engine,
             description,
             config.drafter_id or config.kind,
-            config.max_queued_answers,
-            config.max_message_bytes,
+            config.service.max_queued_answers,
+            config.link.max_message_bytes,
         )
         pb_grpc.add_DrafterServiceServicer_to_server(self.servicer, self.server.server)
         self.config = config
@@ -113,12 +113,6 @@ class RunningDrafter:
 
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for something that the engine's thread brings about."""
-        async with asyncio.timeout(TIMEOUT_S):
-            while not holds():  # noqa: ASYNC110 - what is awaited happens in the engine's thread
-                await asyncio.sleep(0.002)
 
 
 @asynccontextmanager

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from moot.core.options import make_config
 from moot.core.types import Proposal, SamplingParams
 from moot.drafters.base import Ask, Proposer
 from moot.testing.proposer import ScriptedProposer
 from services.drafter.config import DrafterConfig
 from services.drafter.drafting import is_ahead_on
 from services.drafter.sessions import Path, Settled
-from tests.services.drafter.drafter_driver import TIMEOUT_S, RunningDrafter, open_command, propose_command, running
+from tests.services.drafter.drafter_driver import RunningDrafter, open_command, propose_command, running
+from tests.waiting import GIVE_UP_S, eventually
 
 VOCAB = ("vocab_size=257",)
 
@@ -101,7 +103,7 @@ class Stepping(Proposer[Any]):
 
     def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Proposal]]:
         self.steps.append([(ask.session[0], ask.is_ahead) for ask in asks])
-        assert self.go.acquire(timeout=TIMEOUT_S)
+        assert self.go.acquire(timeout=GIVE_UP_S)
         return [[chain([ask.session[0]] * ask.num_speculative_tokens)] for ask in asks]
 
 
@@ -113,14 +115,14 @@ def test_an_ask_waits_for_one_step_and_those_ahead_ride_along() -> None:
         peer = drafter.peer()
         kind.go.release(2)
         await peer.ids(open_command(1, [1]), propose_command(1, 1, (), 2))
-        await drafter.until(lambda: len(kind.steps) == 3)  # the first one ahead
+        await eventually(lambda: len(kind.steps) == 3)  # the first one ahead
         await peer.send(open_command(2, [2]), propose_command(2, 1, (), 2))
-        await drafter.until(lambda: bool(drafter.engine._inbox))
+        await eventually(lambda: bool(drafter.engine._inbox))
         kind.go.release(3)
         assert (await peer.answer()).session_id == 2
         assert kind.steps[2:5] == [[(1, True)], [(2, False), (1, True)], [(2, False), (1, True)]]
         kind.go.release(20)
-        await drafter.until(lambda: all(len(session.path) == 5 for session in drafter.engine._table))
+        await eventually(lambda: all(len(session.path) == 5 for session in drafter.engine._table))
 
     with_ahead(kind, body)
 
@@ -132,9 +134,9 @@ def test_an_ask_that_comes_in_the_middle_joins_the_next_step() -> None:
     async def body(drafter: RunningDrafter) -> None:
         peer = drafter.peer()
         await peer.send(open_command(1, [1]), propose_command(1, 1, (), 3))
-        await drafter.until(lambda: len(kind.steps) == 1)
+        await eventually(lambda: len(kind.steps) == 1)
         await peer.send(open_command(2, [2]), propose_command(2, 1, (), 1))
-        await drafter.until(lambda: bool(drafter.engine._inbox))
+        await eventually(lambda: bool(drafter.engine._inbox))
         kind.go.release(2)
         assert (await peer.answer()).session_id == 2
         kind.go.release(1)
@@ -156,13 +158,13 @@ def test_what_was_drafted_ahead_is_not_drafted_again() -> None:
         for _ in range(30):
             (expected,) = alone.propose([Ask(alone.open(prefix, session.held.params), 7)])[0]
             assert got == list(expected.token_ids[:3])
-            await drafter.until(lambda: len(session.path) == 7)
+            await eventually(lambda: len(session.path) == 7)
             steps, right = proposer.num_steps, rng.randrange(5)
             committed = [*expected.token_ids[:right], 5 if right < 4 else expected.token_ids[4]]
             on_path = tuple(committed) == expected.token_ids[: len(committed)]
             prefix += committed
             (got,) = await peer.ids(propose_command(1, len(prefix), committed, 3))
-            await drafter.until(lambda: len(session.path) == 7)
+            await eventually(lambda: len(session.path) == 7)
             assert proposer.num_steps - steps == (len(committed) if on_path else 7)
 
     with_ahead(proposer, body)
@@ -182,7 +184,7 @@ def test_when_drafting_ahead_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_ahead(proposer: Proposer[Any], body: Any, draft_ahead: str = "on") -> None:
     async def main() -> None:
-        config = DrafterConfig(kind="prompt_lookup", option=VOCAB, draft_ahead=draft_ahead)
+        config = make_config(DrafterConfig, kind="prompt_lookup", option=VOCAB, draft_ahead=draft_ahead)
         async with running(config, proposer) as drafter:
             await body(drafter)
 

@@ -15,6 +15,7 @@ import pytest
 
 import moot.runtime.faults
 from moot.core.errors import ConfigError
+from moot.core.options import make_config
 from moot.core.types import Proposal, SamplingParams
 from moot.drafters.base import Ask, Proposer
 from moot.drafters.registry import create
@@ -27,7 +28,6 @@ from services.drafter.config import DrafterConfig
 from services.drafter.serve import make_proposer
 from tests.services.drafter.drafter_driver import (
     GREEDY,
-    TIMEOUT_S,
     Peer,
     RunningDrafter,
     finish_command,
@@ -35,6 +35,7 @@ from tests.services.drafter.drafter_driver import (
     propose_command,
     running,
 )
+from tests.waiting import GIVE_UP_S, eventually
 
 LOOP = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 VOCAB = ("vocab_size=50",)
@@ -46,12 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(kind: str = "prompt_lookup", option: tuple[str, ...] = VOCAB, **fields: Any) -> DrafterConfig:
-    return DrafterConfig(kind=kind, option=option, **fields)
+    return make_config(DrafterConfig, kind=kind, option=option, **fields)
 
 
 def neural_config(folder: Path, **fields: Any) -> DrafterConfig:
     option = ("dtype=float64", "device=cpu", "deterministic=true")
-    return DrafterConfig(kind="neural", model=str(folder), num_threads=1, option=option, **fields)
+    return make_config(DrafterConfig, kind="neural", model=str(folder), num_threads=1, option=option, **fields)
 
 
 def with_drafter(settings: DrafterConfig, body: Callable[[RunningDrafter], Awaitable[None]], **extra: Any) -> None:
@@ -75,7 +76,7 @@ def test_a_session_from_open_to_finish() -> None:
         assert await peer.ids(propose_command(7, 13, [3, 4, 1], 2)) == [[2, 3]]
         assert drafter.engine.num_sessions == 1
         await peer.send(finish_command(7))
-        await drafter.until(lambda: drafter.engine.num_sessions == 0)
+        await eventually(lambda: drafter.engine.num_sessions == 0)
         assert drafter.metric("moot_draft_seconds_count") == 2
         assert (await peer.ask(propose_command(7, 13))).WhichOneof("answer") == "unknown_session"
 
@@ -94,7 +95,7 @@ def test_what_does_not_fit_is_answered_with_unknown_session() -> None:
             answer = await peer.ask(open_command(4, LOOP), propose_command(4, base_length, round_index=2))
             assert answer.WhichOneof("answer") == "unknown_session"
             assert answer.unknown_session.round_index == 2
-        await drafter.until(lambda: drafter.engine.num_sessions == 0)
+        await eventually(lambda: drafter.engine.num_sessions == 0)
         assert await peer.ids(open_command(5, LOOP), propose_command(5, 10)) == [[3, 4, 1, 2]]
 
     with_drafter(config(), body)
@@ -120,10 +121,10 @@ def test_sessions_of_two_streams_never_meet() -> None:
         assert await one.ids(open_command(1, LOOP), propose_command(1, 10)) == [[3, 4, 1, 2]]
         assert await two.ids(open_command(1, [9, 8, 9]), propose_command(1, 3, num_tokens=2)) == [[8, 9]]
         one.call.cancel()
-        await drafter.until(lambda: drafter.engine.num_sessions == 1)
+        await eventually(lambda: drafter.engine.num_sessions == 1)
         assert await two.ids(propose_command(1, 4, [8], 1)) == [[9]]
         await two.call.done_writing()
-        await drafter.until(lambda: drafter.engine.num_sessions == 0)
+        await eventually(lambda: drafter.engine.num_sessions == 0)
         assert drafter.metric("moot_num_sessions") == 0
 
     with_drafter(config(), body)
@@ -153,7 +154,7 @@ class Recording(Proposer[Any]):
     def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Proposal]]:
         self.batches.append(len(asks))
         self.entered.set()
-        assert self.release.wait(TIMEOUT_S)
+        assert self.release.wait(GIVE_UP_S)
         if self.fail:
             raise RuntimeError("a defect of this kind")
         return [
@@ -172,10 +173,10 @@ def test_what_waits_is_drafted_for_together() -> None:
     async def body(drafter: RunningDrafter) -> None:
         peer = drafter.peer()
         await peer.send(open_command(1, [1]), propose_command(1, 1))
-        await asyncio.to_thread(kind.entered.wait, TIMEOUT_S)
+        await asyncio.to_thread(kind.entered.wait, GIVE_UP_S)
         for n in range(2, 9):
             await peer.send(open_command(n, [n]), propose_command(n, 1))
-        await drafter.until(lambda: len(drafter.engine._inbox) == 14)
+        await eventually(lambda: len(drafter.engine._inbox) == 14)
         kind.release.set()
         answers = [await peer.answer() for _ in range(8)]
         assert {a.session_id: a.proposed.proposals[0].token_ids[0] for a in answers} == {n: n for n in range(1, 9)}
@@ -195,7 +196,7 @@ class Warming(Recording):
 
     def warm(self, session: list[int]) -> bool:
         self.calls.append("warm")
-        assert self.pieces.acquire(timeout=TIMEOUT_S)
+        assert self.pieces.acquire(timeout=GIVE_UP_S)
         return self.calls.count("warm") < 3
 
     def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Proposal]]:
@@ -211,13 +212,13 @@ def test_an_ask_does_not_wait_until_a_new_session_is_prepared() -> None:
         kind = drafter.proposer
         assert isinstance(kind, Warming)
         await peer.send(open_command(1, [1]))
-        await drafter.until(lambda: kind.calls == ["warm"])
+        await eventually(lambda: kind.calls == ["warm"])
         await peer.send(propose_command(1, 1))
-        await drafter.until(lambda: bool(drafter.engine._inbox))
+        await eventually(lambda: bool(drafter.engine._inbox))
         kind.pieces.release()
         assert (await peer.answer()).proposed.proposals
         kind.pieces.release(2)
-        await drafter.until(lambda: all(session.is_warm for session in drafter.engine._table))
+        await eventually(lambda: all(session.is_warm for session in drafter.engine._table))
         assert kind.calls == ["warm", "propose", "warm", "warm"]
 
     with_drafter(config(), body, proposer=Warming())
@@ -230,12 +231,12 @@ def test_expired_and_superseded_asks_are_dropped() -> None:
     async def body(drafter: RunningDrafter) -> None:
         peer = drafter.peer()
         await peer.send(open_command(1, [1]), propose_command(1, 1))
-        await asyncio.to_thread(kind.entered.wait, TIMEOUT_S)
+        await asyncio.to_thread(kind.entered.wait, GIVE_UP_S)
         await peer.send(open_command(2, [2]), propose_command(2, 3, [5, 6], deadline_ms=1))
         await peer.send(
             open_command(3, [3]), propose_command(3, 1, round_index=1), propose_command(3, 1, round_index=2)
         )
-        await drafter.until(lambda: len(drafter.engine._inbox) == 5)
+        await eventually(lambda: len(drafter.engine._inbox) == 5)
         kind.release.set()
         assert (await peer.answer()).session_id == 1
         answer = await peer.answer()
@@ -283,7 +284,7 @@ def test_sessions_are_bounded_and_idle_ones_end() -> None:
     async def idle(drafter: RunningDrafter) -> None:
         peer = drafter.peer()
         await peer.ids(open_command(1, LOOP), propose_command(1, 10))
-        await drafter.until(lambda: drafter.engine.num_sessions == 0)
+        await eventually(lambda: drafter.engine.num_sessions == 0)
         assert (await peer.ask(propose_command(1, 10))).WhichOneof("answer") == "unknown_session"
 
     with_drafter(config(max_num_seqs=3), bounded)
@@ -297,12 +298,12 @@ def test_a_peer_that_floods_is_cut_off_alone() -> None:
     async def body(drafter: RunningDrafter) -> None:
         good, bad = drafter.peer(), drafter.peer()
         await good.send(open_command(1, [1]), propose_command(1, 1, num_tokens=1))
-        await asyncio.to_thread(kind.entered.wait, TIMEOUT_S)
+        await asyncio.to_thread(kind.entered.wait, GIVE_UP_S)
         await bad.send(*(open_command(n, [n]) for n in range(8)))
         await good.send(open_command(2, [1]), propose_command(2, 1, num_tokens=1), finish_command(2))
         await bad.send(*(open_command(n, [n]) for n in range(8, 16)))
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await asyncio.wait_for(bad.call.read(), TIMEOUT_S)
+            await asyncio.wait_for(bad.call.read(), GIVE_UP_S)
         assert error.value.code() == grpc.StatusCode.UNAVAILABLE
         kind.release.set()
         assert (await good.answer()).session_id == 1
@@ -318,9 +319,9 @@ def test_malformed_commands_end_the_stream_with_a_clear_status() -> None:
         broken = token_pb2.TopCandidates(width=2, token_ids=[1, 2, 3])
         await peer.send(open_command(1, LOOP), propose_command(1, 11, [3], top_candidates=broken))
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await asyncio.wait_for(peer.call.read(), TIMEOUT_S)
+            await asyncio.wait_for(peer.call.read(), GIVE_UP_S)
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        await drafter.until(lambda: drafter.engine.num_sessions == 0)
+        await eventually(lambda: drafter.engine.num_sessions == 0)
 
     with_drafter(config(), body)
 
@@ -349,7 +350,7 @@ def test_prompts_above_grpcs_default_message_size_pass() -> None:
             other = Peer(channel)
             await other.send(open_command(2, prompt * 2))
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await asyncio.wait_for(other.call.read(), TIMEOUT_S)
+                await asyncio.wait_for(other.call.read(), GIVE_UP_S)
             assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await peer.ids(open_command(3, LOOP), propose_command(3, 10)) == [[3, 4, 1, 2]]
 
@@ -361,7 +362,7 @@ def test_describe_names_the_tokenizer(folder: Path) -> None:
     expected = tokenizer_fingerprint(load_tokenizer(folder))
 
     async def body(drafter: RunningDrafter) -> None:
-        described = await drafter.peer().stub.Describe(pb.DescribeDrafterRequest(), timeout=TIMEOUT_S)
+        described = await drafter.peer().stub.Describe(pb.DescribeDrafterRequest(), timeout=GIVE_UP_S)
         assert described.kind == drafter.config.kind
         assert described.model.tokenizer_fingerprint == expected
         assert described.model.vocab_size == 259
@@ -411,7 +412,7 @@ def test_neural_drafts_for_many_streams_as_alone(folder: Path) -> None:
         async with asyncio.TaskGroup() as group:
             for n in prompts:
                 group.create_task(talk(n))
-        await drafter.until(lambda: drafter.engine.num_sessions == 0)
+        await eventually(lambda: drafter.engine.num_sessions == 0)
         assert drafter.proposer.kv_used_tokens == 0  # type: ignore[attr-defined]
 
     with_drafter(neural_config(folder), body)
@@ -430,7 +431,7 @@ def test_draft_ahead_has_the_next_proposal_ready(folder: Path) -> None:
         prompt = [5, 6, 7]
         (first,) = await peer.ids(open_command(1, prompt), propose_command(1, 3, (), 3))
         (session,) = list(drafter.engine._table)
-        await drafter.until(lambda: len(session.path) == 3 + 1 + 3)
+        await eventually(lambda: len(session.path) == 3 + 1 + 3)
         path = list(session.path.chain.token_ids)
         assert path[:3] == first
         drafted = drafter.metric("moot_draft_seconds_count")
@@ -438,7 +439,7 @@ def test_draft_ahead_has_the_next_proposal_ready(folder: Path) -> None:
         assert drafter.metric("moot_draft_ahead_answers_total") == 1
         assert drafter.metric("moot_draft_ahead_used_tokens_total") == 4
         assert drafter.metric("moot_draft_seconds_count") == drafted
-        await drafter.until(lambda: len(session.path) == 3 + 1 + 3)
+        await eventually(lambda: len(session.path) == 3 + 1 + 3)
         # Off the path: drafted anew, from the true prefix.
         wrong = (session.path.chain.token_ids[0] + 1) % 250
         fresh = create("neural", make_options(folder))
@@ -447,7 +448,7 @@ def test_draft_ahead_has_the_next_proposal_ready(folder: Path) -> None:
         assert drafter.metric("moot_draft_ahead_answers_total") == 1
         assert drafter.metric("moot_draft_ahead_dropped_tokens_total") == 4
         await peer.send(finish_command(1))
-        await drafter.until(lambda: drafter.engine.num_sessions == 0)
+        await eventually(lambda: drafter.engine.num_sessions == 0)
         ended = ("moot_draft_ahead_used_tokens_total", "moot_draft_ahead_dropped_tokens_total")
         assert drafter.metric("moot_draft_ahead_tokens_total") == sum(map(drafter.metric, ended))
 
@@ -505,7 +506,7 @@ def test_a_frozen_drafter_still_stops(faults: Callable[[str], None]) -> None:
         faults("drafter.propose=freeze")
         peer = drafter.peer()
         await peer.send(open_command(1, LOOP), propose_command(1, 10))
-        await drafter.until(lambda: not drafter.engine.is_alive)
+        await eventually(lambda: not drafter.engine.is_alive)
         # Commands are taken, nothing is answered.
         await peer.send(propose_command(1, 10))
         await asyncio.to_thread(drafter.engine.stop)
@@ -530,7 +531,7 @@ def test_drain_tells_every_peer_and_waits_for_them() -> None:
         assert (await late.answer()).drain.grace_ms == 3000
         for peer in (*peers, late):
             await peer.call.done_writing()
-        await asyncio.wait_for(drained, TIMEOUT_S)
-        await drafter.until(lambda: drafter.engine.num_sessions == 0)
+        await asyncio.wait_for(drained, GIVE_UP_S)
+        await eventually(lambda: drafter.engine.num_sessions == 0)
 
     with_drafter(config(), body)

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from moot.core.errors import ConfigError
+from moot.core.options import make_config
 from moot.drafters.base import Ask
 from moot.drafters.registry import REQUEST_KINDS, create
 from moot.testing.tiny_model import make_tiny_model
 from services.drafter.config import DrafterConfig
 from services.drafter.serve import make_proposer
 from tests.services.drafter.drafter_driver import GREEDY, RunningDrafter, open_command, propose_command, running
+from tests.waiting import eventually
 
 FIXED = ("dtype=float64", "device=cpu", "deterministic=true")
 
@@ -33,7 +35,9 @@ def alone(folder: Path) -> Any:
 def test_a_staged_service_proposes_what_the_draft_model_would(folder: Path, alone: Any, draft_ahead: str) -> None:
     """Several streams at once, round after round, with and without drafting ahead."""
     option = (*FIXED, "stages=prompt_lookup~max_ngram=3+recycling", "stage_tokens=5")
-    settings = DrafterConfig(kind="neural", model=str(folder), num_threads=1, option=option, draft_ahead=draft_ahead)
+    settings = make_config(
+        DrafterConfig, kind="neural", model=str(folder), num_threads=1, option=option, draft_ahead=draft_ahead
+    )
 
     async def body(drafter: RunningDrafter) -> None:
         async def talk(n: int) -> None:
@@ -53,7 +57,7 @@ def test_a_staged_service_proposes_what_the_draft_model_would(folder: Path, alon
         async with asyncio.TaskGroup() as group:
             for n in range(1, 5):
                 group.create_task(talk(n))
-        await drafter.until(lambda: drafter.engine.num_sessions == 0)
+        await eventually(lambda: drafter.engine.num_sessions == 0)
         proposer: Any = drafter.proposer
         assert proposer.stage_counts[0] > 0
         assert proposer.kv_used_tokens == 0
@@ -69,4 +73,4 @@ def test_a_staged_service_proposes_what_the_draft_model_would(folder: Path, alon
 def test_a_kind_that_lives_from_requests_is_no_service(kind: str) -> None:
     """It would abstain for ever: what it needs never leaves the router."""
     with pytest.raises(ConfigError, match="the router runs it itself"):
-        make_proposer(DrafterConfig(kind=kind, option=("vocab_size=50",)))
+        make_proposer(make_config(DrafterConfig, kind=kind, option=("vocab_size=50",)))

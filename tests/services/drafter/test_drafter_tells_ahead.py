@@ -6,10 +6,12 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
+from moot.core.options import make_config
 from moot.drafters.base import Ask
 from moot.testing.proposer import ScriptedProposer
 from services.drafter.config import DrafterConfig
 from tests.services.drafter.drafter_driver import GREEDY, RunningDrafter, open_command, propose_command, running
+from tests.waiting import eventually
 
 PREFIX = [3, 1, 4]
 K = 3
@@ -17,7 +19,7 @@ K = 3
 
 def with_ahead(body: Callable[[RunningDrafter], Awaitable[None]]) -> None:
     async def main() -> None:
-        config = DrafterConfig(kind="prompt_lookup", option=("vocab_size=257",), draft_ahead="on")
+        config = make_config(DrafterConfig, kind="prompt_lookup", option=("vocab_size=257",), draft_ahead="on")
         async with running(config, ScriptedProposer(acceptance=0.8)) as drafter:
             await body(drafter)
 
@@ -38,7 +40,7 @@ def test_it_tells_where_the_text_has_gone_along_its_path() -> None:
         peer, prefix = drafter.peer(), list(PREFIX)
         await peer.ids(open_command(1, prefix), propose_command(1, 3, (), K, takes_ahead=True))
         (session,) = list(drafter.engine._table)
-        await drafter.until(lambda: len(session.path) == 2 * K + 1)
+        await eventually(lambda: len(session.path) == 2 * K + 1)
         path = own(prefix, 2 * K + 1)
         committed = path[: K + 1]
         prefix += committed
@@ -52,7 +54,7 @@ def test_it_tells_where_the_text_has_gone_along_its_path() -> None:
         prefix += committed
         answer = await peer.ask(propose_command(1, len(prefix), committed, K, round_index=2, takes_ahead=True))
         assert answer.WhichOneof("answer") == "proposed"
-        await drafter.until(lambda: len(session.path) == 2 * K + 1)
+        await eventually(lambda: len(session.path) == 2 * K + 1)
         committed = own(prefix, 1)
         prefix += committed
         answer = await peer.ask(propose_command(1, len(prefix), committed, K, round_index=3, takes_ahead=True))
@@ -69,7 +71,7 @@ def test_it_tells_nothing_to_a_router_that_does_not_take_it() -> None:
         await peer.ids(open_command(1, prefix), propose_command(1, 3, (), K))
         (session,) = list(drafter.engine._table)
         for index in range(1, 5):
-            await drafter.until(lambda: len(session.path) == 2 * K + 1)
+            await eventually(lambda: len(session.path) == 2 * K + 1)
             committed = own(prefix, K + 1)
             prefix += committed
             answer = await peer.ask(propose_command(1, len(prefix), committed, K, round_index=index))
@@ -88,7 +90,7 @@ def test_told_and_asked_it_says_the_same() -> None:
         (session,) = list(drafter.engine._table)
         num_taken, is_told = 0, False
         for index in range(1, 40):
-            await drafter.until(lambda: len(session.path) == 2 * K + 1)
+            await eventually(lambda: len(session.path) == 2 * K + 1)
             path = own(prefix, 2 * K + 1)
             if is_told:
                 assert list((await peer.answer()).ahead.path.token_ids) == path
@@ -104,7 +106,7 @@ def test_told_and_asked_it_says_the_same() -> None:
                 answer = await peer.ask(ask)
                 assert answer.proposed.round_index == index
                 assert list(answer.proposed.proposals[0].token_ids) == own(prefix, K)
-            await drafter.until(lambda: session.length == len(prefix))  # noqa: B023 - awaited here
+            await eventually(lambda: session.length == len(prefix))  # noqa: B023 - awaited here
             is_told = right == K
         assert num_taken > 5
         assert drafter.metric("moot_draft_ahead_answers_total") >= num_taken

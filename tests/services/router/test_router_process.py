@@ -23,23 +23,15 @@ import pytest
 from moot.config import load_config
 from moot.core.errors import ConfigError
 from moot.core.noise import choice_seed
+from moot.core.options import make_config
 from moot.core.types import SamplingParams
-from moot.rpc.link import LinkConfig
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, byte_tokenizer
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
-from services.drafter.config import DrafterConfig
-from services.router.api.settings import HttpSettings
 from services.router.config import RouterConfig
-from services.router.generation.ballots import BallotPolicy
 from services.router.lifecycle import serve
-from services.router.peers.links import LinkPolicy
-from services.router.peers.strikes import StrikePolicy
-from services.router.peers.verifiers import TargetPolicy
-from services.router.store import StoreConfig
-from services.verifier.config import VerifierConfig
-from tests.services.router.generation.rounds_rig import eventually
+from tests.waiting import GIVE_UP_S, eventually
 
 TEXT = ScriptedText()
 
@@ -65,7 +57,7 @@ async def router(folder: Path, *flags: str) -> AsyncIterator[Process]:
     verifier = ScriptedVerifier(TEXT, tokenizer_fingerprint=fingerprint)
     drafter = ScriptedDrafter(TEXT, tokenizer_fingerprint=fingerprint, spoil=0.3)
     ready = folder / "ready.json"
-    async with verifier, drafter, httpx.AsyncClient(timeout=30) as client:
+    async with verifier, drafter, httpx.AsyncClient(timeout=GIVE_UP_S) as client:
         process = await asyncio.create_subprocess_exec(
             *(
                 sys.executable,
@@ -78,11 +70,11 @@ async def router(folder: Path, *flags: str) -> AsyncIterator[Process]:
             ),
             *("--port", "0", "--grpc-port", "0", "--metrics-port", "0", "--served-model-name", "scripted"),
             *("--verifiers", verifier.address, "--drafters", f"scripted={drafter.address}"),
-            *("--in-process-drafters", "suffix,prompt_lookup", *flags),
+            *("--in-process-drafters", "suffix,prompt_lookup", "--max-missed-heartbeats", "1000", *flags),
             env={key: value for key, value in os.environ.items() if not key.startswith("MOOT_")},
         )
         try:
-            await eventually(lambda: ready.exists() or process.returncode is not None, 60)
+            await eventually(lambda: ready.exists() or process.returncode is not None)
             assert process.returncode is None, "the router ended at its start"
             facts = json.loads(ready.read_text())
             assert facts.pop("pid") == process.pid
@@ -96,9 +88,16 @@ async def router(folder: Path, *flags: str) -> AsyncIterator[Process]:
 
 
 async def _until_ready(running: Process) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(GIVE_UP_S):
         while (await running.client.get(f"http://127.0.0.1:{running.port}/readyz")).status_code != 200:  # noqa: ASYNC110 - HTTP
             await asyncio.sleep(0.02)
+
+
+async def until_not_ready(running: Process) -> None:
+    async with asyncio.timeout(GIVE_UP_S):
+        probe = f"http://127.0.0.1:{running.metrics_port}/readyz"
+        while (await running.client.get(probe)).status_code == 200:  # noqa: ASYNC110 - HTTP
+            await asyncio.sleep(0.01)
 
 
 def test_router_process_serves_and_drains(tmp_path: Path) -> None:
@@ -114,29 +113,27 @@ def test_router_process_serves_and_drains(tmp_path: Path) -> None:
             assert answer["usage"]["completion_tokens"] == 40
             async with grpc.aio.insecure_channel(f"127.0.0.1:{running.grpc_port}") as channel:
                 stub = router_service_pb2_grpc.RouterServiceStub(channel)
-                call = stub.Generate(pb.GenerateRequest(prompt="hello", max_tokens=40, seed=3), timeout=20)
+                call = stub.Generate(pb.GenerateRequest(prompt="hello", max_tokens=40, seed=3), timeout=GIVE_UP_S)
                 parts = [part async for part in call]
             assert tuple(token for part in parts for token in part.token_ids) == expected
             assert "".join(part.text for part in parts) == answer["choices"][0]["text"]
             assert await running.metric("moot_rounds_total") > 0
             assert await running.metric('moot_degraded{mode="no_drafters"}') == 0
             assert await running.metric(f'moot_build_info{{service="router",version="{version("moot")}"}}') == 1
-            running.verifier.step_s = 0.01
             long = {"prompt": "hello", "max_tokens": 100, "seed": 3, "stream": True}
             async with client.stream("POST", f"{base}/v1/completions", json=long) as stream:
                 lines = stream.aiter_lines()
                 await anext(lines)
+                running.verifier.freeze()
                 running.process.send_signal(signal.SIGTERM)
-                async with asyncio.timeout(10):
-                    probe = f"http://127.0.0.1:{running.metrics_port}/readyz"
-                    while (await client.get(probe)).status_code == 200:  # noqa: ASYNC110 - HTTP
-                        await asyncio.sleep(0.01)
+                await until_not_ready(running)
                 refused = await client.post(f"{base}/v1/completions", json=body)
                 assert refused.status_code == 503
                 assert "retry-after" in refused.headers
+                running.verifier.thaw()
                 rest = [line async for line in lines if line]
             assert rest[-1] == "data: [DONE]"
-            assert await asyncio.wait_for(running.process.wait(), 20) == 0
+            assert await asyncio.wait_for(running.process.wait(), GIVE_UP_S) == 0
             await eventually(lambda: running.verifier.num_streams == 0)
 
     asyncio.run(main())
@@ -150,7 +147,7 @@ def test_usage_errors_exit_with_two(tmp_path: Path) -> None:
             *(sys.executable, "-m", "services.router", "--model", str(tmp_path), "--verifiers", "127.0.0.1:1"),
             stderr=asyncio.subprocess.PIPE,
         )
-        _, text = await asyncio.wait_for(process.communicate(), 60)
+        _, text = await asyncio.wait_for(process.communicate(), GIVE_UP_S)
         assert process.returncode == 2
         assert b"no tokenizer at" in text
 
@@ -185,7 +182,9 @@ def test_what_a_router_cannot_start_with_is_a_config_error(tmp_path: Path, chang
         fields = {name: port if value == "taken" else value for name, value in fields.items()}
 
         async def start() -> None:
-            await asyncio.wait_for(serve(RouterConfig(model=str(tmp_path), **fields), asyncio.Event()), 60)
+            await asyncio.wait_for(
+                serve(make_config(RouterConfig, model=str(tmp_path), **fields), asyncio.Event()), GIVE_UP_S
+            )
 
         with pytest.raises(ConfigError, match=word) as caught:
             asyncio.run(start())
@@ -198,15 +197,15 @@ def test_what_a_router_cannot_start_with_is_a_config_error(tmp_path: Path, chang
     [
         (["--verifiers", ""], "verifiers"),
         (["--verifiers", "h:1", "--vote", "loudest"], "vote"),
-        (["--verifiers", "h:1", "--vote-quorum", "2"], "vote_quorum"),
+        (["--verifiers", "h:1", "--vote-quorum", "2"], "--vote-quorum must be 0 to 1"),
         (["--verifiers", "h:1", "--vote-soft-deadline-ms", "500"], "vote_soft_deadline_ms"),
-        (["--verifiers", "h:1", "--verify-timeout-s", "0"], "verify_timeout_s"),
+        (["--verifiers", "h:1", "--verify-timeout-s", "0"], "--verify-timeout-s must be above 0"),
         (["--verifiers", "h:1", "--eject-s", "nan"], "--eject-s"),
         (["--verifiers", "h:1", "--open-timeout-s", "inf"], "--open-timeout-s"),
-        (["--verifiers", "h:1", "--max-body-bytes", "-5"], "max_body_bytes"),
-        (["--verifiers", "h:1", "--keepalive-time-ms", "-1"], "keepalive_time_ms"),
-        (["--verifiers", "h:1", "--max-moves", "-1"], "max_moves"),
-        (["--verifiers", "h:1", "--port", "-1"], "port"),
+        (["--verifiers", "h:1", "--max-body-bytes", "-5"], "--max-body-bytes must be at least 1"),
+        (["--verifiers", "h:1", "--keepalive-time-ms", "-1"], "--keepalive-time-ms must be at least 1"),
+        (["--verifiers", "h:1", "--max-moves", "-1"], "--max-moves must be at least 0"),
+        (["--verifiers", "h:1", "--port", "-1"], "--port must be at least 0"),
     ],
 )
 def test_router_config_names_what_is_wrong(flags: list[str], word: str) -> None:
@@ -215,27 +214,13 @@ def test_router_config_names_what_is_wrong(flags: list[str], word: str) -> None:
         load_config(RouterConfig, ["--model", "m", *flags], {})
 
 
-def test_a_default_is_the_same_wherever_a_part_is_made() -> None:
-    """A router that is told nothing makes every part as the part makes itself; likewise the peers' side of a link."""
-    config = load_config(RouterConfig, ["--model", "m", "--verifiers", "h:1", "--redis-url", "redis://h:1/0"], {})
-    assert config.link_policy == LinkPolicy()
-    assert config.target_policy == TargetPolicy()
-    assert config.ballot_policy == BallotPolicy()
-    assert config.strike_policy == StrikePolicy()
-    assert config.store == StoreConfig(url="redis://h:1/0")
-    assert config.http == HttpSettings(served_model_names=("m",))
-    assert load_config(VerifierConfig, ["--model", "m"], {}).link == LinkConfig()
-    assert load_config(DrafterConfig, ["--kind", "suffix"], {}).link == LinkConfig()
-
-
 def test_router_config_reaches_every_policy() -> None:
     """Each bound stands in the config once and arrives where it acts."""
     argv = ["--model", "some/folder/", "--verifiers", "h:1,h:2", "--vote-hard-deadline-ms", "70", "--max-moves", "5"]
     config = load_config(RouterConfig, argv, {"MOOT_EJECT_S": "7", "MOOT_REDIS_URL": "redis://h:1/0"})
-    assert config.served_model_names == ("folder",)
+    assert config.http.served_model_names == ("folder",)
     assert config.verifiers == ("h:1", "h:2")
     assert config.ballot_policy.hard_deadline_s == 0.07
     assert config.target_policy.max_moves == 5
     assert config.strike_policy.eject_s == 7
-    assert config.store is not None
     assert config.store.url == "redis://h:1/0"

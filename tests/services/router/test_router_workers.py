@@ -15,8 +15,8 @@ import httpx
 from moot.core.noise import choice_seed
 from moot.core.types import SamplingParams
 from services.router.workers import merged
-from tests.services.router.generation.rounds_rig import eventually
-from tests.services.router.test_router_process import TEXT, Process, router
+from tests.services.router.test_router_process import TEXT, Process, router, until_not_ready
+from tests.waiting import GIVE_UP_S, eventually
 
 
 async def _text(client: httpx.AsyncClient, running: Process) -> list[int]:
@@ -45,7 +45,7 @@ def test_workers_share_the_port_and_are_replaced_and_drain(tmp_path: Path) -> No
             params = SamplingParams(temperature=1.0, max_tokens=30, seed=choice_seed(3, 0))
             expected = list(TEXT.plain(b"hello", params)[0])
             limits = httpx.Limits(max_keepalive_connections=0)
-            async with httpx.AsyncClient(timeout=30, limits=limits) as client:
+            async with httpx.AsyncClient(timeout=GIVE_UP_S, limits=limits) as client:
                 for _ in range(100):
                     assert await _text(client, running) == expected
                     if min((await _by_worker(running, "moot_rounds_total")).values()) > 0:
@@ -59,23 +59,25 @@ def test_workers_share_the_port_and_are_replaced_and_drain(tmp_path: Path) -> No
                 before = _children(running.process.pid)
                 assert len(before) == 2
                 os.kill(min(before), signal.SIGKILL)
-                await eventually(lambda: min(before) not in _children(running.process.pid), 10)
+                await eventually(lambda: min(before) not in _children(running.process.pid))
                 assert (await client.get(f"{probe}/livez")).status_code == 200
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(GIVE_UP_S):
                     while len(await _by_worker(running, "moot_rounds_total")) < 2:  # noqa: ASYNC110 - HTTP
                         await asyncio.sleep(0.05)
                 assert len(_children(running.process.pid)) == 2
 
-                running.verifier.step_s = 0.01
                 long = {"prompt": "hello", "max_tokens": 60, "seed": 3, "stream": True}
                 url = f"http://127.0.0.1:{running.port}/v1/completions"
                 async with client.stream("POST", url, json=long) as stream:
                     lines = stream.aiter_lines()
                     await anext(lines)
+                    running.verifier.freeze()
                     running.process.send_signal(signal.SIGTERM)
+                    await until_not_ready(running)
+                    running.verifier.thaw()
                     rest = [line async for line in lines if line]
                 assert rest[-1] == "data: [DONE]"
-                assert await asyncio.wait_for(running.process.wait(), 20) == 0
+                assert await asyncio.wait_for(running.process.wait(), GIVE_UP_S) == 0
                 await eventually(lambda: running.verifier.num_streams == 0)
 
     asyncio.run(main())
@@ -89,7 +91,7 @@ def test_what_no_worker_can_start_with_ends_all(tmp_path: Path) -> None:
             *("--workers", "2", "--port", "0", "--grpc-port", "0", "--metrics-port", "0"),
         ],
         stderr=subprocess.PIPE,
-        timeout=60,
+        timeout=GIVE_UP_S,
         check=False,
     )
     assert done.returncode == 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moot.core.options import make_config
 from moot.model.backend import plain_runner
 from moot.model.loading.load import LoadedModel, load_model
 from moot.testing.tiny_model import make_tiny_model
@@ -62,7 +63,7 @@ def make_engine(loaded_model: Callable[..., LoadedModel]) -> Iterator[MakeEngine
         **options: Any,
     ) -> Engine:
         runner = plain_runner(loaded_model(family, dtype, **(model or {})), pages * 512, deterministic)
-        engine = Engine(runner, VerifierConfig(model="tiny", **options))
+        engine = Engine(runner, make_config(VerifierConfig, model="tiny", **options))
         engines.append(engine)
         if start:
             engine.start()

@@ -14,9 +14,10 @@ from moot.core.types import SamplingParams
 from services.verifier.step import StepRunner
 from tests.services.verifier.local_sessions import LocalSession
 from tests.services.verifier.verifier_driver import MakeEngine
+from tests.waiting import GIVE_UP_S
 
 STEP = 100
-STEP_S = 0.05
+STEP_S = 0.1
 
 
 def test_a_step_waits_for_those_just_answered_and_for_no_longer_than_its_share() -> None:
@@ -129,7 +130,7 @@ def test_a_long_prompt_leaves_no_running_request_out_of_a_step(make_engine: Make
     finally:
         ended.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(GIVE_UP_S)
         for session in sessions:
             session.close()
     chunks = [count for has_chunk, count in batches if has_chunk]

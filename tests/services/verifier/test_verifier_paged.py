@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moot.core.errors import RequestPoisoned
+from moot.core.options import make_config
 from moot.core.types import Draft, SamplingParams
 from moot.model.backend import plain_runner
 from moot.model.gpu.runner import GpuRunner
@@ -30,7 +31,7 @@ def make_paged(loaded_model: Callable[..., LoadedModel]) -> Iterator[Callable[..
 
     def make(pages: int = 64, **options: Any) -> Engine:
         runner = GpuRunner(loaded_model(), pages * 512, False, use_graphs=True)
-        engines.append(Engine(runner, VerifierConfig(model="tiny", **options)))
+        engines.append(Engine(runner, make_config(VerifierConfig, model="tiny", **options)))
         return engines[-1]
 
     yield make
@@ -46,7 +47,7 @@ def make_paged(loaded_model: Callable[..., LoadedModel]) -> Iterator[Callable[..
 @pytest.fixture(scope="module")
 def suite(loaded_model: Callable[..., LoadedModel]) -> Suite:
     """Plain decoding by the CPU's runner and its sampler, row by row."""
-    engine = Engine(plain_runner(loaded_model(), 64 * 512, False), VerifierConfig(model="tiny"))
+    engine = Engine(plain_runner(loaded_model(), 64 * 512, False), make_config(VerifierConfig, model="tiny"))
     return make_suite(engine, range(NUM_CASES))
 
 
@@ -73,7 +74,7 @@ def test_logprobs_are_those_of_the_other_way(
 ) -> None:
     """Log-probabilities drawn with all rows at once equal those computed along the walk."""
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12, logprobs=3)
-    plain = Engine(plain_runner(loaded_model(), 8 * 512, False), VerifierConfig(model="tiny"))
+    plain = Engine(plain_runner(loaded_model(), 8 * 512, False), make_config(VerifierConfig, model="tiny"))
     (expected,) = run(plain, [play([1, 2, 3], params)])
     text = expected.output_token_ids
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from moot.core.acceptance import Walk, walk
+from moot.core.options import make_config
 from moot.core.types import ROOT, Draft, SamplingParams
 from moot.model.backend import plain_runner
 from moot.model.loading.load import LoadedModel
@@ -124,7 +125,7 @@ WRONG_RULES = {
 @pytest.fixture(scope="module")
 def suite(loaded_model: Callable[..., LoadedModel]) -> Suite:
     """Plain decoding of the cases that the wrong rules are tried on."""
-    engine = Engine(plain_runner(loaded_model(), 64 * 512, False), VerifierConfig(model="tiny"))
+    engine = Engine(plain_runner(loaded_model(), 64 * 512, False), make_config(VerifierConfig, model="tiny"))
     return make_suite(engine, range(20_000, 20_080))
 
 

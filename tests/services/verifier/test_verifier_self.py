@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moot.core.errors import ConfigError
+from moot.core.options import make_config
 from moot.core.types import SamplingParams
 from moot.model.backend import plain_runner
 from moot.model.decoder.products import can_pack
@@ -43,7 +44,7 @@ def engine_of(folder: Path, kind: str, drafters: tuple[str, ...]) -> Engine:
         runner: ModelRunner = GpuRunner(load_model(folder, "cpu", "float32", lean=False), 16 * 512, False)
     else:
         runner = plain_runner(load_model(folder, "cpu", "bfloat16"), 16 * 512, True)
-    return Engine(runner, VerifierConfig(model="tiny", drafters=drafters))
+    return Engine(runner, make_config(VerifierConfig, model="tiny", drafters=drafters))
 
 
 @pytest.mark.parametrize(

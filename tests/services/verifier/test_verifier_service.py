@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 
 from moot.core.types import Draft, FinishReason, SamplingParams
@@ -29,9 +28,9 @@ from services.verifier.service import SERVICE
 from services.verifier.servicer import VerifierServicer
 from tests.services.verifier.local_sessions import LocalSession, generate, plain_generate
 from tests.services.verifier.verifier_driver import MakeEngine, play, run
+from tests.waiting import GIVE_UP_S
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-WAIT_S = 30.0
 
 
 def opening(session_id: int, prompt: list[int], params: SamplingParams = GREEDY) -> pb.VerifyCommand:
@@ -53,7 +52,7 @@ class Client:
         self.heartbeats: list[pb.Heartbeat] = []
 
     async def send(self, *commands: pb.VerifyCommand) -> None:
-        await asyncio.wait_for(self.call.write(pb.VerifyRequest(commands=commands)), WAIT_S)
+        await asyncio.wait_for(self.call.write(pb.VerifyRequest(commands=commands)), GIVE_UP_S)
 
     async def answers(self, count: int) -> list[pb.VerifyAnswer]:
         found: list[pb.VerifyAnswer] = []
@@ -64,7 +63,7 @@ class Client:
         return found
 
     async def frame(self) -> pb.VerifyResponse:
-        frame = await asyncio.wait_for(self.call.read(), WAIT_S)
+        frame = await asyncio.wait_for(self.call.read(), GIVE_UP_S)
         if frame is not grpc.aio.EOF:
             self.heartbeats += [one.heartbeat for one in frame.answers if one.WhichOneof("answer") == "heartbeat"]
         return frame
@@ -101,7 +100,7 @@ async def served(engine: Engine) -> AsyncIterator[Served]:
 def with_server(engine: Engine, body: Callable[[Served], Awaitable[None]]) -> None:
     async def main() -> None:
         async with served(engine) as server:
-            await asyncio.wait_for(body(server), 2 * WAIT_S)
+            await asyncio.wait_for(body(server), GIVE_UP_S)
 
     asyncio.run(main())
 
@@ -144,7 +143,7 @@ def test_describe_tells_what_stands_behind_the_address(make_engine: MakeEngine) 
 
     async def body(server: Served) -> None:
         answer = await pb_grpc.VerifierServiceStub(server.channel).Describe(
-            pb.DescribeVerifierRequest(), timeout=WAIT_S
+            pb.DescribeVerifierRequest(), timeout=GIVE_UP_S
         )
         assert convert.model_info_from_pb(answer.model) == engine.info
         assert answer.model.context_limit == 100
@@ -247,7 +246,7 @@ def test_a_flood_of_commands_ends_its_stream(make_engine: MakeEngine) -> None:
     async def body(server: Served) -> None:
         flooding, good = Client(server.channel), Client(server.channel)
         await flooding.send(*(pb.VerifyCommand(session_id=n, abort=pb.AbortSession()) for n in range(100)))
-        assert await asyncio.wait_for(flooding.call.code(), WAIT_S) is grpc.StatusCode.UNAVAILABLE
+        assert await asyncio.wait_for(flooding.call.code(), GIVE_UP_S) is grpc.StatusCode.UNAVAILABLE
         await good.send(opening(1, [5]))
         (answer,) = await good.answers(1)
         assert answer.HasField("opened")
@@ -273,7 +272,7 @@ def test_drain_tells_the_peers_and_waits_for_what_runs(make_engine: MakeEngine) 
         refused, last = sorted(await client.answers(2), key=lambda answer: -answer.session_id)
         assert refused.failed.code == pb.SessionFailed.CODE_DRAINING
         assert last.verified.output_token_ids
-        await asyncio.wait_for(drained, WAIT_S)
+        await asyncio.wait_for(drained, GIVE_UP_S)
 
     with_server(engine, body)
 
@@ -314,7 +313,7 @@ async def process(
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(GIVE_UP_S):
             while not ready.exists() and child.returncode is None:  # noqa: ASYNC110 - a file says it, no event does
                 await asyncio.sleep(0.05)
         assert child.returncode is None
@@ -326,13 +325,7 @@ async def process(
 
 
 async def status_of(port: int, path: str) -> int:
-    def get() -> int:
-        try:
-            return int(urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_S).status)
-        except urllib.error.HTTPError as error:
-            return error.code
-
-    return await asyncio.to_thread(get)
+    return (await asyncio.to_thread(httpx.get, f"http://127.0.0.1:{port}{path}", timeout=GIVE_UP_S)).status_code
 
 
 def test_a_flag_adds_vllms_names_to_the_metrics(model_folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -342,8 +335,7 @@ def test_a_flag_adds_vllms_names_to_the_metrics(model_folder: Callable[..., Path
         folder = model_folder("llama", "float32")
         async with process(folder, tmp_path, "--vllm-metric-names") as (_, ports):
             url = f"http://127.0.0.1:{ports['metrics_port']}/metrics"
-            answer = await asyncio.to_thread(urllib.request.urlopen, url, timeout=WAIT_S)
-            lines = answer.read().decode().splitlines()
+            lines = (await asyncio.to_thread(httpx.get, url, timeout=GIVE_UP_S)).text.splitlines()
         names = {line.partition("{")[0] for line in lines if f'model_name="{folder.name}"' in line}
         assert names == {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
 
@@ -371,7 +363,7 @@ def test_c25_sigterm_drains_a_process(model_folder: Callable[..., Path], tmp_pat
             await client.send(verifying(1, Draft(), 2, 3))
             (last,) = await client.answers(1)
             assert convert.finish_from_pb(last.verified.finish_reason) is FinishReason.LENGTH
-            assert await asyncio.wait_for(child.wait(), WAIT_S) == 0  # type: ignore[attr-defined]
+            assert await asyncio.wait_for(child.wait(), GIVE_UP_S) == 0  # type: ignore[attr-defined]
             await channel.close()
 
     asyncio.run(main())
@@ -393,7 +385,7 @@ def test_a_stuck_compute_thread_shows_in_heartbeats_and_liveness(
             del client.heartbeats[:]
             await client.until(lambda beat: len(client.heartbeats) >= 4)
             assert len({beat.step_counter for beat in client.heartbeats}) == 1
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(GIVE_UP_S):
                 while await status_of(ports["metrics_port"], "/livez") != 503:
                     await client.frame()
             await channel.close()
@@ -411,7 +403,7 @@ def test_the_model_is_loaded_by_the_thread_that_computes(model_folder: Callable[
             *argv, "--metrics-port", "0", "--ready-file", str(ready), stderr=asyncio.subprocess.PIPE
         )
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(GIVE_UP_S):
                 assert child.stderr is not None
                 lines = []
                 async for line in child.stderr:
@@ -477,6 +469,6 @@ def test_a_defect_behind_a_stream_is_told_to_its_peer(make_engine: MakeEngine) -
     async def body(server: Served) -> None:
         client = Client(server.channel)
         await client.send(opening(1, [5]))
-        assert await asyncio.wait_for(client.call.code(), WAIT_S) is grpc.StatusCode.INTERNAL
+        assert await asyncio.wait_for(client.call.code(), GIVE_UP_S) is grpc.StatusCode.INTERNAL
 
     with_server(engine, body)

@@ -1,1 +1,1 @@
-"""Programs that run in the environments of other systems; they share no code with this one."""
+"""The program of each peer, run by its environment's interpreter, which imports nothing else of this repository."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-from lines import Answer, serve
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from lab.bench.peers.children.lines import Answer, serve
 
 PAGE_SIZE, PAGES = 256, 128
 """Room for 16 requests of 2,048 tokens. Left alone, the cache takes most of the machine's memory at each start."""

@@ -7,9 +7,10 @@ import time
 from typing import Any
 
 import llama_cpp
-from lines import Answer, Clock, serve
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+from lab.bench.peers.children.lines import Answer, Clock, serve
 
 CONTEXT = 2048
 PROMPT_LOOKUP_TOKENS = 10

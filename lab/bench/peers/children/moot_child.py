@@ -10,8 +10,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lines import Answer, serve
-
+from lab.bench.peers.children.lines import Answer, serve
 from moot.client import Answer as Streamed
 from moot.commands.common import say
 from moot.commands.system import SystemConfig, running

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import transformers
-from lines import Answer, Clock, serve
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
+
+from lab.bench.peers.children.lines import Answer, Clock, serve
 
 PROMPT_LOOKUP_TOKENS = 10
 

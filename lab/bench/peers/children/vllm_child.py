@@ -11,7 +11,7 @@ from typing import Any
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 
-from lines import Answer, Clock, serve
+from lab.bench.peers.children.lines import Answer, Clock, serve
 
 NUM_SPECULATIVE_TOKENS = 5
 NGRAM = {

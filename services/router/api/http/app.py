@@ -5,6 +5,8 @@ Around every request: its id, the caller's key, one log line, and an answer for 
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import re
 import time
@@ -19,7 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,7 +34,9 @@ from services.router.api.admission import Admission
 from services.router.api.auth import ApiKeys
 from services.router.api.choices import Front
 from services.router.api.errors import ClientGone
+from services.router.api.http.docs_page import POLICY, page
 from services.router.api.http.endpoint import GenerationEndpoint
+from services.router.api.http.openapi import document
 from services.router.api.settings import FrontState, HttpSettings
 from services.router.api.tokenizer import PromptTokenizer
 from services.router.generation.types import Generator
@@ -40,8 +44,8 @@ from services.router.generation.types import Generator
 log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
-OPEN_PATHS = frozenset({"/health", "/readyz", "/livez"})
-"""Probes carry no key; every other path, known or not, needs one."""
+OPEN_PATHS = frozenset({"/health", "/readyz", "/livez", "/openapi.json", "/docs"})
+"""Probes carry no key, nor does a browser that looks the API up; every other path, known or not, needs one."""
 
 
 class FrontMiddleware:
@@ -124,12 +128,11 @@ def create_app(
         yield
         prompt_tokenizer.close()
 
-    routes = _routes(front, alive)
+    keys = api_keys or ApiKeys()
+    routes = [*_routes(front, alive), *_description(guarded=bool(keys))]
     app = Starlette(
         routes=routes,
-        middleware=[
-            Middleware(FrontMiddleware, keys=api_keys or ApiKeys(), known_paths=[route.path for route in routes])
-        ],
+        middleware=[Middleware(FrontMiddleware, keys=keys, known_paths=[route.path for route in routes])],
         exception_handlers={HTTPException: _http_exception},
         lifespan=lifespan,
     )
@@ -186,6 +189,26 @@ def _routes(front: Front, alive: Callable[[], bool]) -> list[Route]:
         Route("/livez", livez),
         Route("/metrics", exposition),
     ]
+
+
+@functools.cache
+def _described(guarded: bool) -> tuple[str, str]:
+    """As JSON and as HTML, made once for all requests."""
+    described = document(guarded)
+    return json.dumps(described), page(described)
+
+
+def _description(guarded: bool) -> list[Route]:
+    """What the API is, for programs and for people."""
+    text, html = _described(guarded)
+
+    async def openapi(_: Request) -> Response:
+        return Response(text, media_type="application/json")
+
+    async def docs(_: Request) -> Response:
+        return HTMLResponse(html, headers={"content-security-policy": POLICY})
+
+    return [Route("/openapi.json", openapi), Route("/docs", docs)]
 
 
 def _probe(good: bool) -> Response:

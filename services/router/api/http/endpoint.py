@@ -24,9 +24,9 @@ from moot.core.types import ModelInfo
 from moot.runtime.patience import Patience
 from services.router.api import errors
 from services.router.api.admission import Ticket
+from services.router.api.bodies import parse_json_object
 from services.router.api.choices import Choice, Front, enqueue, run_choices
 from services.router.api.errors import Attempt, ClientGone
-from services.router.api.fields import parse_json_object
 from services.router.api.http.replies import ChatReply, CompletionReply, Envelope, Reply
 from services.router.api.requests import CommonBody, parse_chat, parse_completion, plan_requests
 from services.router.api.text import IncrementalText, StopStrings

@@ -27,6 +27,7 @@ from services.router.generation.types import (
     GenerationRequest,
     TextAssembler,
 )
+from tests.waiting import GIVE_UP_S
 
 CORPUS = [
     "the moot debates a proposal before somebody decides",
@@ -170,7 +171,7 @@ class LiveServer:
     settings: HttpSettings = field(default_factory=lambda: HttpSettings(served_model_names=("tiny", "org/tiny")))
     keys: ApiKeys = field(default_factory=ApiKeys)
     context_limit: int = 200
-    drain_timeout_s: float = 5.0
+    drain_timeout_s: float = GIVE_UP_S
     metrics: Metrics = field(default_factory=Metrics)
     url: str = ""
     app: Any = None
@@ -199,14 +200,14 @@ class LiveServer:
             self.loop.call_soon_threadsafe(self._stop.set)
 
     def join(self) -> None:
-        self._thread.join(timeout=20)
+        self._thread.join(timeout=GIVE_UP_S)
         assert not self._thread.is_alive()
         assert self.left == []
 
     def __enter__(self) -> LiveServer:
         self._thread.start()
-        self.url = f"http://127.0.0.1:{self._ports.get(timeout=10)}"
-        self.client = httpx.Client(timeout=10)
+        self.url = f"http://127.0.0.1:{self._ports.get(timeout=GIVE_UP_S)}"
+        self.client = httpx.Client(timeout=GIVE_UP_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -222,7 +223,7 @@ class LiveServer:
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
-        with httpx.stream("POST", self.url + path, json={"stream": True} | body, timeout=10) as response:
+        with httpx.stream("POST", self.url + path, json={"stream": True} | body, timeout=GIVE_UP_S) as response:
             yield response
 
 

@@ -10,6 +10,7 @@ import pytest
 from moot.core import errors
 from services.router.api.auth import ApiKeys
 from tests.services.router.api.http_fakes import LiveServer, ScriptedGenerator, byte_level_tokenizer, saying
+from tests.waiting import GIVE_UP_S
 
 TOKENIZER = byte_level_tokenizer()
 TEXT = "the target decides: 😀"
@@ -23,7 +24,7 @@ def server() -> Iterator[LiveServer]:
 
 
 def client_of(server: LiveServer, key: str = KEY) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=10)
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=GIVE_UP_S)
 
 
 @pytest.fixture(scope="module")

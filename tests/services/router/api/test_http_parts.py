@@ -27,6 +27,7 @@ from services.router.api.http.server import serve_http
 from services.router.api.settings import HttpSettings
 from services.router.api.tokenizer import PromptTokenizer
 from tests.services.router.api.http_fakes import LiveServer, ScriptedGenerator, byte_level_tokenizer, saying
+from tests.waiting import GIVE_UP_S
 
 
 def test_keys_are_known_by_hash_only(tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ def test_a_tokenizer_without_chat_template() -> None:
     tokenizer.chat_template = None
 
     async def scenario() -> None:
-        prompts = PromptTokenizer(tokenizer, timeout_s=5, num_threads=1, max_prompt_bytes=1000)
+        prompts = PromptTokenizer(tokenizer, timeout_s=GIVE_UP_S, num_threads=1, max_prompt_bytes=1000)
         with pytest.raises(InvalidRequest, match="/v1/completions"):
             await prompts.encode_chat(
                 [{"role": "user", "content": "a"}],
@@ -121,7 +122,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     settings = HttpSettings(served_model_names=("tiny",), body_timeout_s=0.1)
     with LiveServer(ScriptedGenerator(saying(tokenizer, "a")), tokenizer, settings) as live:
         host, _, port = live.url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=GIVE_UP_S) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
             assert connection.recv(100).startswith(b"HTTP/1.1 504")
         assert live.app.state.front.admission.num_in_flight == 0
@@ -143,7 +144,7 @@ def test_the_front_needs_no_torch() -> None:
         "import services.router.api.tokenizer as t;"
         "t.TokenBytes(byte_level_tokenizer()); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code, str(Path(__file__).parents[4])], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(Path(__file__).parents[4])], check=True, timeout=GIVE_UP_S)
 
 
 def test_any_module_of_the_router_can_be_imported_first() -> None:
@@ -156,4 +157,4 @@ def test_any_module_of_the_router_can_be_imported_first() -> None:
         "    if not found.name.endswith('__main__'):\n"
         "        importlib.import_module(found.name)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=GIVE_UP_S)

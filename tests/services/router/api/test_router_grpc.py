@@ -37,7 +37,8 @@ from services.router.api.http.app import create_app
 from services.router.api.settings import HttpSettings, StaticFrontState
 from services.router.generation.types import GenerationChunk
 from services.router.store import StoreConfig, open_store
-from tests.services.router.generation.rounds_rig import Rig, eventually, request, rig
+from tests.services.router.generation.rounds_rig import Rig, request, rig
+from tests.waiting import GIVE_UP_S, eventually
 
 TEXT = ScriptedText(end_period=200)
 TOKENIZER = byte_tokenizer()
@@ -53,7 +54,7 @@ class Served:
 
     async def call(self, key: str | None = None, **fields: Any) -> list[pb.GenerateResponse]:
         metadata = (("authorization", f"Bearer {key}"),) if key else ()
-        call = self.stub.Generate(pb.GenerateRequest(**fields), metadata=metadata, timeout=20)
+        call = self.stub.Generate(pb.GenerateRequest(**fields), metadata=metadata, timeout=GIVE_UP_S)
         return [response async for response in call]
 
     async def refused(self, key: str | None = None, **fields: Any) -> grpc.aio.AioRpcError:
@@ -295,7 +296,7 @@ def test_limits_and_drain_are_the_shared_ones() -> None:
             router.front.admission.drain()
             assert (await router.refused(prompt="x")).code() is grpc.StatusCode.UNAVAILABLE
             assert ids(await running) == expected("x", 1, max_tokens=150, ignore_eos=True)
-            assert await router.front.admission.wait_idle(2)
+            assert await router.front.admission.wait_idle(GIVE_UP_S)
 
     asyncio.run(main())
 
@@ -325,7 +326,7 @@ def test_a_caller_that_reads_nothing_is_dropped() -> None:
     """What it does not take waits for a bounded time only: then its places and sessions are free."""
 
     async def main() -> None:
-        async with served(slow_client_timeout_s=0.2) as router:
+        async with served(slow_client_timeout_s=1.0) as router:
             router.router.verifiers[0].step_s = 0
             fields = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "logprobs": 20, "n": 4}
             # The transport holds little, so that little has to be generated until it takes no more.
@@ -333,7 +334,7 @@ def test_a_caller_that_reads_nothing_is_dropped() -> None:
             async with grpc.aio.insecure_channel(router.address, options) as channel:
                 call = router_service_pb2_grpc.RouterServiceStub(channel).Generate(pb.GenerateRequest(**fields))
                 await call.read()
-                await eventually(lambda: router.front.admission.num_in_flight == 0, 60)
+                await eventually(lambda: router.front.admission.num_in_flight == 0)
                 await router.router.nothing_left()
                 assert router.router.counter("requests_total", finish_reason="length") == 0
                 assert router.router.counter("requests_total", finish_reason="abort") == 4

@@ -64,7 +64,7 @@ cuts_of = st.lists(st.integers(0, 60), max_size=8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ids=ids_of, cuts=cuts_of, keep_offsets=st.booleans())
 @example(ids=[171, 96], cuts=[], keep_offsets=False)  # byte-level: the first two bytes of a surrogate
 def test_any_split_gives_the_bytes_as_text(kind: str, ids: list[int], cuts: list[int], keep_offsets: bool) -> None:
@@ -80,7 +80,7 @@ def test_any_split_gives_the_bytes_as_text(kind: str, ids: list[int], cuts: list
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=40), cuts=cuts_of)
 def test_the_text_of_encoded_text_is_the_tokenizers_own(kind: str, skip: bool, text: str, cuts: list[int]) -> None:
     """On ids that are text, the joined stream equals tokenizer.decode of prompt and output, less the prompt's."""
@@ -98,7 +98,7 @@ def spell(tokens: TokenBytes, text: str) -> list[int]:
     return [single[bytes([byte])] for byte in text.encode()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     text=st.text(alphabet="abé😀", max_size=24),
     stops=st.lists(st.text(alphabet="abé😀", min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
@@ -126,7 +126,7 @@ def test_stop_strings_against_brute_force(
     assert run(assembler, split(ids, cuts)) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.text(alphabet="ab", max_size=24), stop=st.text(alphabet="ab", min_size=1, max_size=4))
 def test_no_more_is_held_back_than_could_become_a_stop(text: str, stop: str) -> None:
     """After each token, exactly the longest end that begins the stop string is held back."""

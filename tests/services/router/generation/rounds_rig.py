@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moot.core.speculation.policy import make_policy
+from moot.core.speculation.ballots import BallotPolicy
+from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.types import FinishReason, SamplingParams
-from moot.rpc.link import LinkConfig
 from moot.runtime.metrics import Metrics
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, byte_tokenizer
 from services.router.api.text import IncrementalText, StopStrings
 from services.router.api.tokenizer import TokenBytes
-from services.router.generation.ballots import BallotPolicy
 from services.router.generation.electorate import Electorate
 from services.router.generation.rounds import Rounds, ServedModel
 from services.router.generation.types import GenerationChunk, GenerationMetrics, GenerationRequest
 from services.router.peers.drafter_pools import DrafterPool
-from services.router.peers.links import LinkPolicy
+from services.router.peers.links import LinkPolicy, PeerState
 from services.router.peers.strikes import StrikePolicy
 from services.router.peers.targets import VerifierPool
 from services.router.peers.verifiers import TargetPolicy
 from services.router.store import MemoryStore
+from tests.waiting import GIVE_UP_S, eventually
 
 BYTES = TokenBytes(byte_tokenizer())
-FAST_LINK = LinkPolicy(
-    link=LinkConfig(describe_timeout_ms=1000),
+LINK = LinkPolicy(
+    describe_timeout_ms=5000,
     backoff_min_s=0.02,
     backoff_max_s=0.2,
     refused_retry_s=0.2,
 )
-FAST_TARGET = TargetPolicy(
-    heartbeat_interval_s=0.1, open_timeout_s=10, verify_timeout_s=10, no_verifier_wait_s=1.0, probation_wait_s=1.0
+TARGET = TargetPolicy(
+    heartbeat_interval_s=0.1,
+    max_missed_heartbeats=1000,
+    open_timeout_s=GIVE_UP_S,
+    verify_timeout_s=GIVE_UP_S,
+    no_verifier_wait_s=GIVE_UP_S,
+    probation_wait_s=1.0,
 )
-QUICK_BALLOT = BallotPolicy(soft_deadline_s=0.05, hard_deadline_s=0.1)
+WATCHFUL_TARGET = replace(TARGET, heartbeat_interval_s=0.25, max_missed_heartbeats=3)
+"""For the rules of heartbeats."""
+BALLOT = BallotPolicy(soft_deadline_ms=GIVE_UP_S * 1000, hard_deadline_ms=GIVE_UP_S * 1000)
+"""Nobody is late on a loaded machine; a round goes on when all have answered."""
+QUICK_BALLOT = BallotPolicy(soft_deadline_ms=50, hard_deadline_ms=100)
+"""Where a drafter is late on purpose."""
 
 
 @dataclass
@@ -119,13 +128,6 @@ class Rig:
         assert self.counter("pool_depth") == 0
 
 
-async def eventually(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Waits as long as a loaded machine may need; what is promised is that it comes, and that nothing is left."""
-    async with asyncio.timeout(timeout_s):
-        while not holds():  # noqa: ASYNC110 - what it looks at belongs to peers, which tell nobody
-            await asyncio.sleep(0.005)
-
-
 _numbers = iter(range(10**9))
 
 
@@ -146,10 +148,10 @@ async def rig(
     text: ScriptedText | None = None,
     verifiers: Sequence[ScriptedVerifier] | None = None,
     drafters: dict[str, list[ScriptedDrafter]] | None = None,
-    ballots: BallotPolicy = QUICK_BALLOT,
+    ballots: BallotPolicy = BALLOT,
     strikes: StrikePolicy | None = None,
-    link: LinkPolicy = FAST_LINK,
-    target: TargetPolicy = FAST_TARGET,
+    link: LinkPolicy = LINK,
+    target: TargetPolicy = TARGET,
     verifier_addresses: Sequence[str] | None = None,
     wait_for_drafters: bool = True,
     store: Any = None,
@@ -171,7 +173,7 @@ async def rig(
         on_inside=lambda one: electorate.admit_inside(one.drafter_id, one.family),
     )
     chosen = {"num_speculative_tokens": 6, "length": "fixed", "shape": "chain", "asks": "all"} | policy
-    bundle = make_policy(**chosen)
+    bundle = make_policy(SpeculationOptions(**chosen))
     electorate = Electorate(bundle, ballots, metrics)
     pools = {
         drafter_id: DrafterPool(
@@ -197,12 +199,13 @@ async def rig(
     )
     try:
         await targets.set_addresses(verifier_addresses or [verifier.address for verifier in verifiers])
-        await eventually(lambda: not targets.links or targets.is_available, 5)
+        await eventually(lambda: all(link.state is not PeerState.CONNECTING for link in targets.links.values()))
+        await eventually(lambda: not targets.links or targets.is_available)
         for drafter_id, pool in pools.items():
             await pool.set_addresses([drafter.address for drafter in drafters[drafter_id]])
         if wait_for_drafters:
             for pool in pools.values():
-                await eventually(lambda pool=pool: all(link.is_ready for link in pool.links.values()), 5)
+                await eventually(lambda pool=pool: all(link.is_ready for link in pool.links.values()))
         yield Rig(text, verifiers, drafters, targets, pools, electorate, rounds, metrics, rounds._store)
     finally:
         for pool in pools.values():

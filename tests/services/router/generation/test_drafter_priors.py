@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moot.core.errors import ConfigError
-from moot.core.speculation.policy import Plan, make_policy
+from moot.core.options import make_config
+from moot.core.speculation.policy import Plan, SpeculationOptions, make_policy
 from moot.core.types import Proposal
 from moot.core.voting.voting import POLICIES
 from moot.core.voting.weights import PoolWeights
@@ -19,7 +20,7 @@ WRONG = ["a", "a=", "=1", "a=x", "a=0", "a=-1", "a=nan", "a=inf", "a=1=x"]
 def test_a_prior_that_is_none_is_refused(entry: str) -> None:
     """Positive, finite, and of somebody: the message quotes what is not, at start."""
     with pytest.raises(ConfigError, match=f"--drafter-priors: {entry!r}"):
-        RouterConfig(model="m", verifiers=("h:1",), drafter_priors=("good=2", entry))
+        make_config(RouterConfig, model="m", verifiers=("h:1",), drafter_priors=("good=2", entry))
 
 
 def test_a_drafter_has_one_prior() -> None:
@@ -35,7 +36,9 @@ def test_the_first_vote_follows_the_prior(vote: str) -> None:
     A prior of one that is not there changes nothing."""
     proposals = [Proposal((1, 2, 3), drafter_id="a"), Proposal((4, 5, 6), drafter_id="b")]
     for heavy, first in (("a", 1), ("b", 4)):
-        policy = make_policy(vote=vote, shape="chain", length="fixed", priors={heavy: 4.0, "nobody": 9.0})
+        policy = make_policy(
+            SpeculationOptions(vote=vote, shape="chain", length="fixed"), priors={heavy: 4.0, "nobody": 9.0}
+        )
         result = policy.open(["a", "b"]).vote(Plan(3, 3), proposals)
         assert result.draft.token_ids[0] == first
 

@@ -15,7 +15,8 @@ from moot.drafters.registry import create
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier
 from services.router.peers.local_drafters import SLICE_TOKENS, LocalPool
 from services.router.peers.strikes import StrikePolicy
-from tests.services.router.generation.rounds_rig import Rig, eventually, request, rig
+from tests.services.router.generation.rounds_rig import Rig, request, rig
+from tests.waiting import LeapingLoop, run_leaping
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class Refrain(ScriptedText):
         return 65 + position % self.period
 
 
-def add_local(router: Rig, drafter_id: str, proposer: Proposer[Any], eject_s: float = 0.2) -> LocalPool:
-    pool = LocalPool(drafter_id, proposer, StrikePolicy(eject_s=eject_s), router.metrics)
+def add_local(router: Rig, drafter_id: str, proposer: Proposer[Any]) -> LocalPool:
+    pool = LocalPool(drafter_id, proposer, StrikePolicy(eject_s=600), router.metrics)
     router.electorate.policy.admit(drafter_id, proposer.family)
     router.electorate.sources[drafter_id] = pool
     return pool
@@ -140,7 +141,7 @@ class Failing(Counting):
 def test_a_faulty_kind_is_ejected_like_a_pod(raises: bool) -> None:
     """An exception or a wrong id in a proposer never reaches the text: dropped, counted, ejected, back by itself."""
 
-    async def main() -> None:
+    async def main(loop: LeapingLoop) -> None:
         text = ScriptedText()
         async with rig(text=text) as router:
             proposer = Failing(raises)
@@ -151,12 +152,13 @@ def test_a_faulty_kind_is_ejected_like_a_pod(raises: bool) -> None:
             reason = "failed" if raises else "vocabulary"
             assert router.counter("proposals_dropped_total", drafter="faulty", reason=reason) == 3
             assert not pool.is_available
-            await eventually(lambda: pool.is_available)
+            loop.leap(600)
+            assert pool.is_available
             await router.generate(request(max_tokens=10))
             assert proposer.num_calls > 3
             assert pool.num_sessions == 0
 
-    asyncio.run(main())
+    run_leaping(main)
 
 
 def test_weights_outlive_requests() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -27,7 +28,8 @@ from services.router.api.http.server import serve_http
 from services.router.api.settings import HttpSettings, StaticFrontState
 from services.router.peers.local_drafters import LocalPool
 from services.router.peers.strikes import StrikePolicy
-from tests.services.router.generation.rounds_rig import QUICK_BALLOT, Rig, request, rig
+from tests.services.router.generation.rounds_rig import BALLOT, Rig, request, rig
+from tests.waiting import GIVE_UP_S
 
 TEXT = ScriptedText(vocab_size=129)
 """Its ids are ASCII, so that the ids of its text are again itself."""
@@ -78,7 +80,7 @@ def test_edited_and_foreign_predictions_change_nothing(shape: str, width: int) -
     """Whatever is predicted, the text is the target's; an edited prediction still saves most of the rounds."""
 
     async def main() -> None:
-        ballots = type(QUICK_BALLOT)(soft_deadline_s=0.05, hard_deadline_s=0.1, width=width)
+        ballots = replace(BALLOT, width=width)
         async with requests_rig(shape=shape, ballots=ballots) as running:
             ids = plain()
             for prediction in (edited(ids), ids[::-1], [ids[0]] * 200, [0], list(b"another text altogether")):
@@ -153,16 +155,16 @@ async def served(running: Rig, **settings: Any) -> AsyncIterator[tuple[httpx.Asy
     )
     await server.start("127.0.0.1", 0)
     try:
-        url = f"http://127.0.0.1:{await asyncio.wait_for(port, 10)}"
+        url = f"http://127.0.0.1:{await asyncio.wait_for(port, GIVE_UP_S)}"
         async with (
-            httpx.AsyncClient(base_url=url, timeout=20) as client,
+            httpx.AsyncClient(base_url=url, timeout=GIVE_UP_S) as client,
             grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
         ):
             yield client, router_service_pb2_grpc.RouterServiceStub(channel)
     finally:
         stop.set()
         await server.stop(grace_s=1.0)
-        await asyncio.wait_for(front, 20)
+        await asyncio.wait_for(front, GIVE_UP_S)
 
 
 BODY = {"prompt": PROMPT.decode(), "max_tokens": 60, "temperature": 0}

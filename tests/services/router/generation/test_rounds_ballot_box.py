@@ -6,6 +6,7 @@ import asyncio
 
 from moot.core.types import Proposal
 from services.router.generation.ports import BallotBox
+from tests.waiting import GIVE_UP_S
 
 
 class Voter:
@@ -26,7 +27,7 @@ class Voter:
 
 A, B, C = Voter("a"), Voter("b"), Voter("c")
 CHAIN = (Proposal((1, 2), (9, 9), "a"),)
-LONG = 30.0
+LONG = 3600.0
 
 
 def box(soft_s: float, hard_s: float, quorum: float = 0.5, voters: tuple[Voter, ...] = (A, B, C)) -> BallotBox:
@@ -43,13 +44,13 @@ def test_closes_when_all_have_answered() -> None:
         early = box(LONG, LONG)
         for voter in (A, B, C):
             assert early.cast(voter, CHAIN)
-        assert await asyncio.wait_for(early.close(), 1) == frozenset()
+        assert await asyncio.wait_for(early.close(), GIVE_UP_S) == frozenset()
         later = box(LONG, LONG)
         closing = asyncio.create_task(later.close())
         await asyncio.sleep(0)
         for voter in (A, B, C):
             later.cast(voter, CHAIN)
-        assert await asyncio.wait_for(closing, 1) == frozenset()
+        assert await asyncio.wait_for(closing, GIVE_UP_S) == frozenset()
         assert [voter for voter, _ in later.proposals] == [A, B, C]
 
     asyncio.run(main())
@@ -62,14 +63,14 @@ def test_soft_deadline_needs_a_quorum() -> None:
         quorate = box(0.01, LONG)
         quorate.cast(A, CHAIN)
         quorate.cast(B, ())
-        assert await asyncio.wait_for(quorate.close(), 1) == {C}
+        assert await asyncio.wait_for(quorate.close(), GIVE_UP_S) == {C}
         waiting = box(0.01, LONG)
         waiting.cast(A, CHAIN)
         closing = asyncio.create_task(waiting.close())
         await asyncio.sleep(0.05)
         assert not closing.done()
         waiting.cast(B, CHAIN)
-        assert await asyncio.wait_for(closing, 1) == {C}
+        assert await asyncio.wait_for(closing, GIVE_UP_S) == {C}
 
     asyncio.run(main())
 
@@ -78,7 +79,7 @@ def test_hard_deadline_ends_it() -> None:
     """After the hard deadline the round goes on with whatever came, nothing included."""
 
     async def main() -> None:
-        assert await asyncio.wait_for(box(0.01, 0.02).close(), 1) == {A, B, C}
+        assert await asyncio.wait_for(box(0.01, 0.02).close(), GIVE_UP_S) == {A, B, C}
 
     asyncio.run(main())
 
@@ -92,7 +93,7 @@ def test_lost_drafters_are_not_waited_for() -> None:
         await asyncio.sleep(0)
         for voter in (A, B, C):
             made.withdraw(voter)
-        assert await asyncio.wait_for(closing, 1) == frozenset()
+        assert await asyncio.wait_for(closing, GIVE_UP_S) == frozenset()
         assert made.num_asked == 0
 
     asyncio.run(main())

@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier
-from tests.services.router.generation.rounds_rig import eventually, request, rig
+from tests.services.router.generation.rounds_rig import request, rig
+from tests.waiting import eventually
 
 
 def test_no_sample_is_nan_before_the_first_request() -> None:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from moot.core.generation import Generation
+from moot.core.speculation.ballots import BallotPolicy
 from moot.core.speculation.length import LengthPolicy, Load
-from moot.core.speculation.policy import make_policy
+from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.types import Proposal, SamplingParams, Verification
 from moot.runtime.metrics import Metrics
 from moot.testing import ScriptedText, ScriptedVerifier
 from moot.testing.sessions import VerifiedSession
-from services.router.generation.ballots import BallotPolicy
 from services.router.generation.electorate import Electorate
 from services.router.generation.ports import Prefix
-from tests.services.router.generation.rounds_rig import eventually, request, rig
+from tests.services.router.generation.rounds_rig import BALLOT, request, rig
 from tests.services.router.generation.test_rounds_equality import drafters, drawn_request
+from tests.waiting import eventually
 
 Rule = Callable[[VerifiedSession, int, int], Sequence[tuple[int, ...]]]
 
@@ -57,7 +59,7 @@ def test_texts_with_drafters_inside_are_plain_ones(seed: int) -> None:
             text=text,
             verifiers=[verifier],
             drafters=drafters(text, count=seed % 3, seed=seed),
-            ballots=BallotPolicy(width=1 + seed % 2, soft_deadline_s=0.05, hard_deadline_s=0.1),
+            ballots=replace(BALLOT, width=1 + seed % 2),
             shape=draw.choice(("chain", "siblings", "tree")),
             vote=draw.choice(("majority", "calibrated")),
             length=draw.choice(("fixed", "goodput")),
@@ -194,7 +196,7 @@ def test_a_probe_waits_for_drafters_that_have_not_been_asked() -> None:
     drafters are judged by what they say."""
 
     async def main() -> None:
-        pool = make_policy(num_speculative_tokens=6, length="fixed")
+        pool = make_policy(SpeculationOptions(num_speculative_tokens=6, length="fixed"))
         electorate = Electorate(pool, BallotPolicy(), Metrics())
         electorate.admit_inside("heads", "heads")
         prefix = Prefix("one", (1, 2, 3), SamplingParams(max_tokens=50))

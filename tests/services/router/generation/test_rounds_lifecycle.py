@@ -17,7 +17,8 @@ from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier
 from services.router.api.text import IncrementalText
 from services.router.generation.types import GenerationRequest, RequestRecord
 from services.router.store import MemoryStore
-from tests.services.router.generation.rounds_rig import BYTES, eventually, request, rig
+from tests.services.router.generation.rounds_rig import BYTES, TARGET, request, rig
+from tests.waiting import GIVE_UP_S, eventually
 
 TEXT = ScriptedText()
 
@@ -37,24 +38,30 @@ def test_c24_client_gone_a_hundred_times_leaves_nothing() -> None:
         async with rig(text=TEXT, verifiers=[verifier], drafters=drafters) as router:
 
             async def leave(after: int) -> None:
+                """By tokens: how many come in one chunk depends on when its reader has its turn."""
                 asked = request(max_tokens=10_000)
                 chunks = router.rounds.generate(asked, router.assembler(asked.params))
                 async with contextlib.aclosing(chunks):
                     seen = 0
-                    async for _ in chunks:
-                        seen += 1
+                    async for chunk in chunks:
+                        seen += len(chunk.token_ids)
                         if seen >= after:
                             return
 
             for _ in range(5):
-                await asyncio.gather(*(leave(draw.choice((1, 1, 2, 5))) for _ in range(20)))
+                await asyncio.gather(*(leave(draw.choice((1, 1, 5, 15))) for _ in range(20)))
             await eventually(lambda: router.num_left == 0)
             assert verifier.counts["abort"] == 100
+            # Before the first token: told to go while their openings wait, and while they are computed.
+            opened = verifier.counts["open"]
+            verifier.freeze()
             tasks = [asyncio.create_task(router.generate(request(max_tokens=10_000))) for _ in range(10)]
-            await asyncio.sleep(0.002)
+            await eventually(lambda: verifier.counts["open"] == opened + 10)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            await eventually(lambda: verifier.counts["abort"] == 110)
+            verifier.thaw()
             await router.nothing_left()
             aborts = verifier.counts["abort"], drafters["good"][0].counts["abort"]
             for _ in range(5):
@@ -95,11 +102,12 @@ def test_a_slow_reader_pauses_its_own_request_only() -> None:
 
 
 class WatchedStore(MemoryStore):
-    """A store that can be slow, and that tells what it has."""
+    """A store that can be held up, and that tells what it has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.delay_s = 0.0
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.num_commits = 0
         self.committed: dict[str, int] = {}
         self.endings: dict[str, FinishReason] = {}
@@ -113,7 +121,7 @@ class WatchedStore(MemoryStore):
         token_ids: Sequence[int],
         finish_reason: FinishReason | None = None,
     ) -> bool:
-        await asyncio.sleep(self.delay_s)
+        await self.answers.wait()
         self.num_commits += 1
         if self.fence_after is not None and expected_length >= self.fence_after:
             raise CommitFenced("another owner has claimed this request")
@@ -129,20 +137,29 @@ def test_no_token_is_shown_before_its_commit_and_rounds_go_on_meanwhile() -> Non
 
     async def main() -> None:
         store = WatchedStore()
-        store.delay_s = 0.02
         async with rig(text=TEXT, store=store) as router:
             asked = request(max_tokens=60)
             shown = 0
-            async for chunk in router.rounds.generate(asked, router.assembler(asked.params)):
+            chunks = router.rounds.generate(asked, router.assembler(asked.params))
+            async for chunk in chunks:
                 shown += len(chunk.token_ids)
                 assert store.committed[asked.request_id] >= shown
+                if 10 < shown < 40:
+                    store.answers.clear()
+                    waiting = asyncio.ensure_future(anext(chunks))
+                    rounds = router.counter("rounds_total")
+                    await eventually(lambda rounds=rounds: router.counter("rounds_total") > rounds + 15)
+                    assert not waiting.done()
+                    store.answers.set()
+                    shown += len((await waiting).token_ids)
+                    assert store.committed[asked.request_id] >= shown
             assert shown == 60
             assert store.endings[asked.request_id] is FinishReason.LENGTH
             record = await store.load(asked.request_id)
             assert record is not None
             assert record.output_token_ids == router.plain(asked)[0]
             assert router.counter("rounds_total") == 59
-            assert store.num_commits < 40, "rounds waited for commits"
+            assert store.num_commits < 60 - 15, "rounds waited for commits"
 
     asyncio.run(main())
 
@@ -168,7 +185,8 @@ def test_records_are_closed_for_whatever_reason_a_request_ends() -> None:
     async def main() -> None:
         store, verifier = WatchedStore(), ScriptedVerifier(TEXT)
         verifier.step_s = 0.002
-        async with rig(text=TEXT, store=store, verifiers=[verifier]) as router:
+        hasty = dataclasses.replace(TARGET, no_verifier_wait_s=0.3)
+        async with rig(text=TEXT, store=store, verifiers=[verifier], target=hasty) as router:
             gone = request(max_tokens=1000)
             chunks = router.rounds.generate(gone, router.assembler(gone.params))
             await anext(chunks)
@@ -228,7 +246,7 @@ def test_a_client_that_leaves_during_a_commit_leaves_a_closed_record(applies: bo
         async with rig(text=TEXT, store=store) as router:
             asked = request(max_tokens=1000)
             task = asyncio.create_task(router.generate(asked))
-            await asyncio.wait_for(store.stuck.wait(), 5)
+            await asyncio.wait_for(store.stuck.wait(), GIVE_UP_S)
             task.cancel()
             await asyncio.wait([task])
             record = await store.load(asked.request_id)

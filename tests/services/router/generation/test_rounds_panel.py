@@ -6,18 +6,17 @@ import asyncio
 
 import pytest
 
+from moot.core.speculation.ballots import BallotPolicy
 from moot.core.speculation.panel import USELESS, WINDOW
 from moot.testing import Manner, ScriptedDrafter, ScriptedText
-from services.router.generation.ballots import BallotPolicy
 from services.router.generation.electorate import TRIED_IN
 from services.router.peers.links import PeerState
 from services.router.peers.strikes import StrikePolicy
 from tests.services.router.generation.rounds_rig import request, rig
+from tests.waiting import GIVE_UP_S
 
 TEXT = ScriptedText()
 PROMPT = b"the moot debates"
-PATIENT = BallotPolicy(soft_deadline_s=5.0, hard_deadline_s=5.0)
-"""Nobody is late on a loaded machine: who is, is ejected."""
 
 
 @pytest.mark.parametrize("asks", ["paying", "all"])
@@ -29,7 +28,7 @@ def test_a_drafter_that_brings_nothing_is_left_out(asks: str) -> None:
         good, wrong = ScriptedDrafter(TEXT, spoil=0.0), ScriptedDrafter(TEXT, spoil=1.0)
         wrong.delay_s = 0.01
         drafters = {"good": [good], "wrong": [wrong]}
-        async with rig(text=TEXT, drafters=drafters, ballots=PATIENT, asks=asks) as running:
+        async with rig(text=TEXT, drafters=drafters, asks=asks) as running:
             plain = request(PROMPT, max_tokens=120)
             ids = running.plain(plain)[0]
             rounds = 0
@@ -65,15 +64,13 @@ def test_one_that_is_left_out_reads_few_prompts() -> None:
 
     async def main() -> None:
         good, wrong = ScriptedDrafter(TEXT, spoil=0.0), ScriptedDrafter(TEXT, spoil=1.0)
-        async with rig(
-            text=TEXT, drafters={"good": [good], "wrong": [wrong]}, ballots=PATIENT, asks="paying"
-        ) as router:
+        async with rig(text=TEXT, drafters={"good": [good], "wrong": [wrong]}, asks="paying") as router:
             while not router.counter("drafters_left_out", drafter="wrong", reason=USELESS):
                 await router.generate(request(PROMPT, max_tokens=120))
             opened = {one: one.counts["open"] for one in (good, wrong)}
             asked = wrong.counts["propose"]
             number = 0
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(GIVE_UP_S):
                 while wrong.counts["propose"] == asked or number < 4 * TRIED_IN:
                     await router.generate(request(PROMPT, max_tokens=120))
                     number += 1
@@ -92,7 +89,7 @@ def test_what_an_ejected_drafter_cost_is_forgotten() -> None:
 
     async def main() -> None:
         good, silent = ScriptedDrafter(TEXT, spoil=0.0), ScriptedDrafter(TEXT, manner=lambda: Manner.SILENT)
-        ballots = BallotPolicy(soft_deadline_s=0.4, hard_deadline_s=0.4)
+        ballots = BallotPolicy(soft_deadline_ms=400, hard_deadline_ms=400)
         strikes = StrikePolicy(eject_s=600, warm_up_s=0.0)
         drafters = {"good": [good], "silent": [silent]}
         async with rig(text=TEXT, drafters=drafters, ballots=ballots, strikes=strikes, length="goodput") as router:
@@ -104,7 +101,7 @@ def test_what_an_ejected_drafter_cost_is_forgotten() -> None:
                 await router.generate(request(PROMPT, max_tokens=4, num_speculative_tokens=2))
                 dearest = max(dearest, cost.seconds(6))
             assert dearest > 0.1
-            assert cost.seconds(6) < 0.1
+            assert cost.seconds(6) < dearest / 2
             outcome = await router.generate(request(PROMPT, max_tokens=60))
             # How long drafts are is decided by what this machine's rounds take; that there are any is the rule.
             assert outcome.metrics.num_accepted_tokens > 10

@@ -9,6 +9,7 @@ import pytest
 
 from moot.core.errors import DeadlineExceeded
 from services.router.peers.draft_pool import DraftPool
+from tests.waiting import GIVE_UP_S
 
 
 def test_first_draft_runs_and_later_ones_wait() -> None:
@@ -45,7 +46,7 @@ def test_drafting_pauses_behind_a_full_pool_in_order() -> None:
         order: list[int] = []
 
         async def draft(session: int) -> None:
-            await pool.reserve(session, 5)
+            await pool.reserve(session, GIVE_UP_S)
             order.append(session)
             pool.enter(session)
 
@@ -78,7 +79,7 @@ def test_depth_never_exceeds_the_batch() -> None:
         async def request(session: int) -> None:
             try:
                 for _ in range(5):
-                    await pool.reserve(session, 5)
+                    await pool.reserve(session, GIVE_UP_S)
                     await asyncio.sleep(draw.choice((0, 0, 0.001)))
                     pool.enter(session)
                     entered.append(session)
@@ -104,7 +105,7 @@ def test_depth_never_exceeds_the_batch() -> None:
         await asyncio.sleep(0.002)
         for task in draw.sample(tasks, 4):
             task.cancel()
-        await asyncio.wait(tasks, timeout=10)
+        await asyncio.wait(tasks, timeout=GIVE_UP_S)
         assert all(task.done() for task in tasks)
         steps.cancel()
         await asyncio.gather(steps, return_exceptions=True)
@@ -136,10 +137,10 @@ def test_a_lost_verifier_releases_those_who_wait() -> None:
     async def main() -> None:
         pool = DraftPool(1)
         await pool.reserve(1, 1)
-        waiting = asyncio.create_task(pool.reserve(2, 60))
+        waiting = asyncio.create_task(pool.reserve(2, 3600))
         await asyncio.sleep(0)
         pool.clear()
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(waiting, GIVE_UP_S)
         assert pool.num_held == 0
 
     asyncio.run(main())

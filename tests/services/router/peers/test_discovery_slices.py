@@ -22,7 +22,8 @@ from services.router.peers.discovery import (
     parse_source,
     serving_hosts,
 )
-from tests.integration.slice_server import DEADLINE_S, ApiServer, endpoint, kubeconfig, slice_of
+from tests.integration.slice_server import ApiServer, endpoint, kubeconfig, slice_of
+from tests.waiting import GIVE_UP_S
 
 SERVICE = "moot-verifier"
 
@@ -37,7 +38,7 @@ class Heard:
     async def until(self, *addresses: str) -> None:
         """Wait for a list of these hosts as the last one."""
         wanted = {f"{address}:7100" for address in addresses}
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(GIVE_UP_S):
             while not self.lists or self.lists[-1] != wanted:
                 self.changed.clear()
                 await self.changed.wait()
@@ -48,7 +49,7 @@ async def following(server: ApiServer, watch_s: int = 60, backoff_max_s: float =
     configuration = client.Configuration(host=f"http://127.0.0.1:{server.port}")
     configuration.retries = False
     api = client.DiscoveryV1Api(client.ApiClient(configuration))
-    source = SlicePeers(api, "serving", SERVICE, 7100, timeout_s=2.0, watch_s=watch_s, backoff_max_s=backoff_max_s)
+    source = SlicePeers(api, "serving", SERVICE, 7100, timeout_s=30.0, watch_s=watch_s, backoff_max_s=backoff_max_s)
     heard = Heard()
     watching = source.watch()
 
@@ -69,7 +70,7 @@ async def following(server: ApiServer, watch_s: int = 60, backoff_max_s: float =
 
 async def no_threads() -> None:
     """Whoever stops following leaves no thread behind."""
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(GIVE_UP_S):
         while any(thread.name == f"endpoints {SERVICE}" for thread in threading.enumerate()):  # noqa: ASYNC110 - threads set no event
             await asyncio.sleep(0.01)
 
@@ -301,6 +302,19 @@ def test_a_silent_watch_is_let_go(server: ApiServer) -> None:
     run(server, scenario)
 
 
+def test_a_watch_that_is_answered_too_late_is_let_go(server: ApiServer) -> None:
+    """Following ends while the server thinks about a watch: its answer, which never ends by itself, holds no thread."""
+
+    async def scenario(server: ApiServer, heard: Heard) -> None:
+        await heard.until("10.0.0.1")
+        await server.until(lambda server: server.watches == 1)
+        threading.Timer(0.3, server.answers_watches.set).start()
+
+    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
+    server.answers_watches.clear()
+    run(server, scenario, watch_s=3600)
+
+
 def test_the_address_of_a_service_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """`k8s:///namespace/service:port`; what is none is quoted, and without a cluster the error says so."""
     peers = parse_slices("k8s:///serving/moot-verifier:7100", 3.0, api=object())
@@ -325,7 +339,7 @@ def test_outside_a_cluster_the_kubeconfig_says_where_it_is(
 
     async def main() -> None:
         watching = parse_source([f"k8s:///serving/{SERVICE}:7100"], 1, 5).watch()
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(GIVE_UP_S):
             assert await anext(watching) == {"10.0.0.1:7100"}
         await watching.aclose()
         await no_threads()
@@ -342,7 +356,7 @@ def test_it_joins_other_sources(server: ApiServer) -> None:
         configuration.retries = False
         peers = SlicePeers(client.DiscoveryV1Api(client.ApiClient(configuration)), "serving", SERVICE, 7100, 2.0)
         joined = JoinedPeers((StaticPeers(frozenset({"10.9.9.9:7100"})), peers)).watch()
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(GIVE_UP_S):
             async for addresses in joined:
                 if addresses == {"10.9.9.9:7100", "10.0.0.1:7100"}:
                     break

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from moot.core.options import make_config
 from moot.rpc.link import LinkConfig
 from moot.rpc.server import GrpcServer
 from moot.runtime.metrics import Metrics
@@ -23,7 +24,8 @@ from services.drafter.engine import DrafterEngine
 from services.drafter.servicer import DrafterServicer
 from services.router.peers.links import PeerState
 from services.router.peers.strikes import StrikePolicy
-from tests.services.router.generation.rounds_rig import eventually, request, rig
+from tests.services.router.generation.rounds_rig import request, rig
+from tests.waiting import eventually
 
 TEXT = ScriptedText()
 
@@ -77,6 +79,7 @@ def test_a_text_that_goes_along_what_was_told_asks_nobody_and_waits_for_nobody()
     async def main() -> None:
         drafter = TellingDrafter("true", spoil=0.0)
         async with rig(text=TEXT, drafters={"one": [drafter]}, num_speculative_tokens=3) as router:
+            router.verifiers[0].step_s = 0.03  # what is told for the next round is here before the round is over
             asked = request(max_tokens=80)
             outcome = await router.generate(asked)
             assert outcome.token_ids == router.plain(asked)[0]
@@ -119,7 +122,7 @@ def test_what_may_not_be_told_is_dropped_and_counted(tell: str, reason: str, eje
 
     async def main() -> None:
         drafter = TellingDrafter(tell, spoil=0.0)
-        strikes = StrikePolicy(eject_s=30, warm_up_s=5.0)
+        strikes = StrikePolicy(eject_s=600)
         async with rig(text=TEXT, drafters={"one": [drafter]}, strikes=strikes, num_speculative_tokens=3) as router:
             asked = request(max_tokens=80)
             assert (await router.generate(asked)).token_ids == router.plain(asked)[0]
@@ -134,7 +137,7 @@ def test_what_may_not_be_told_is_dropped_and_counted(tell: str, reason: str, eje
 @asynccontextmanager
 async def drafter_at_work(acceptance: float) -> AsyncIterator[tuple[str, Metrics]]:
     """A real drafter around a scripted kind, and its address."""
-    metrics, config = Metrics(), DrafterConfig(kind="scripted", draft_ahead="on")
+    metrics, config = Metrics(), make_config(DrafterConfig, kind="scripted", draft_ahead="on")
     engine = DrafterEngine(ScriptedProposer(TEXT, acceptance=acceptance), config, metrics, TEXT.vocab_size)
     info = token_pb2.ModelInfo(vocab_size=TEXT.vocab_size, context_limit=8192)
     server = GrpcServer(LinkConfig(), ["moot.v1.DrafterService"])
@@ -159,16 +162,20 @@ def test_a_real_drafter_and_a_real_router_stay_in_step(acceptance: float) -> Non
             rig(text=TEXT, drafters={"real": []}, wait_for_drafters=False, num_speculative_tokens=3) as router,
         ):
             (verifier,) = router.verifiers
-            verifier.step_s = 0.004  # long enough to draft ahead
             await router.pools["real"].set_addresses([address])
             await eventually(lambda: router.pools["real"].is_available)
-            asked = [request(bytes([65 + index]) * 9, max_tokens=60, temperature=0.7, seed=index) for index in range(4)]
-            outcomes = await asyncio.gather(*map(router.generate, asked))
-            for one, outcome in zip(asked, outcomes, strict=True):
-                assert outcome.token_ids == router.plain(one)[0]
-            answers = metrics.registry.get_sample_value("moot_draft_ahead_answers_total")
-            assert answers is not None
-            assert answers > 0
+            # Until steps are long enough to draft ahead in.
+            for step_s in (0.004, 0.016, 0.064):
+                verifier.step_s = step_s
+                asked = [
+                    request(bytes([65 + index]) * 9, max_tokens=60, temperature=0.7, seed=index) for index in range(4)
+                ]
+                outcomes = await asyncio.gather(*map(router.generate, asked))
+                for one, outcome in zip(asked, outcomes, strict=True):
+                    assert outcome.token_ids == router.plain(one)[0]
+                if answers := metrics.registry.get_sample_value("moot_draft_ahead_answers_total"):
+                    break
+            assert answers
             for reason in ("malformed", "duplicate", "unknown_session"):
                 assert router.counter("proposals_dropped_total", drafter="real", reason=reason) == 0
             await router.nothing_left()

@@ -10,6 +10,7 @@ import pytest
 from moot.core.errors import ConfigError
 from moot.drafters.base import parse_entries
 from services.router.peers.discovery import DnsPeers, JoinedPeers, StaticPeers, follow, parse_drafters, parse_source
+from tests.waiting import eventually
 
 
 def test_drafters_are_read_with_their_replicas() -> None:
@@ -62,7 +63,8 @@ def test_a_failed_look_up_keeps_the_last_list() -> None:
 
         joined = JoinedPeers((StaticPeers(frozenset({"h:1"})), unknown))
         task = asyncio.create_task(follow(joined, apply))
-        await asyncio.sleep(0.1)
+        await eventually(lambda: applied)
+        await asyncio.sleep(0.1)  # some look-ups
         task.cancel()
         await asyncio.wait([task])
         assert applied == [frozenset({"h:1"})]

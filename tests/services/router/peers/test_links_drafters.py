@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
+from moot.core.speculation.ballots import BallotPolicy
 from moot.testing import Manner, ScriptedDrafter, ScriptedText, ScriptedVerifier
-from services.router.generation.ballots import BallotPolicy
 from services.router.peers.links import PeerState
 from services.router.peers.strikes import StrikePolicy
-from tests.services.router.generation.rounds_rig import QUICK_BALLOT, eventually, request, rig
+from tests.services.router.generation.rounds_rig import QUICK_BALLOT, request, rig
+from tests.waiting import LeapingLoop, eventually, run_leaping
 
 TEXT = ScriptedText()
 
@@ -27,9 +28,9 @@ TEXT = ScriptedText()
 def test_c20_malformed_proposals_are_dropped_counted_and_ejected_after_three(manner: Manner, reason: str) -> None:
     """A lying drafter changes no token, is asked no more after three strikes, and comes back by itself."""
 
-    async def main() -> None:
+    async def main(loop: LeapingLoop) -> None:
         liar = ScriptedDrafter(TEXT, manner=lambda: manner)
-        async with rig(text=TEXT, drafters={"liar": [liar]}) as router:
+        async with rig(text=TEXT, drafters={"liar": [liar]}, strikes=StrikePolicy(eject_s=600)) as router:
             asked = request(max_tokens=30)
             outcome = await router.generate(asked)
             assert outcome.token_ids == router.plain(asked)[0]
@@ -40,6 +41,7 @@ def test_c20_malformed_proposals_are_dropped_counted_and_ejected_after_three(man
             assert router.counter("accepted_tokens_total") == 0
             liar.manner = lambda: Manner.TRUE
             liar.spoil = 0.0
+            loop.leap(600)
             await eventually(lambda: link.is_ready)
             asked = request(max_tokens=30)
             outcome = await router.generate(asked)
@@ -47,7 +49,7 @@ def test_c20_malformed_proposals_are_dropped_counted_and_ejected_after_three(man
             assert router.counter("accepted_tokens_total") > 0
             await router.nothing_left()
 
-    asyncio.run(main())
+    run_leaping(main)
 
 
 def test_a_frozen_drafter_stalls_three_rounds_at_most() -> None:
@@ -56,12 +58,12 @@ def test_a_frozen_drafter_stalls_three_rounds_at_most() -> None:
     async def main() -> None:
         frozen = ScriptedDrafter(TEXT, manner=lambda: Manner.SILENT)
         good = ScriptedDrafter(TEXT, spoil=0.0)
-        ballots = BallotPolicy(soft_deadline_s=0.02, hard_deadline_s=0.06, quorum=1.0)
+        ballots = BallotPolicy(soft_deadline_ms=20, hard_deadline_ms=60, quorum=1.0)
         async with rig(
             text=TEXT,
             drafters={"frozen": [frozen], "good": [good]},
             ballots=ballots,
-            strikes=StrikePolicy(eject_s=30, warm_up_s=0.03),
+            strikes=StrikePolicy(eject_s=600, warm_up_s=0.03),
             num_speculative_tokens=3,
         ) as router:
             asked = request(max_tokens=60)
@@ -81,7 +83,8 @@ def test_a_long_first_answer_is_no_strike() -> None:
 
     async def main() -> None:
         slow = ScriptedDrafter(TEXT, spoil=0.0)
-        async with rig(text=TEXT, drafters={"slow": [slow]}, strikes=StrikePolicy(eject_s=30, warm_up_s=5.0)) as router:
+        strikes = StrikePolicy(eject_s=600, warm_up_s=600)
+        async with rig(text=TEXT, drafters={"slow": [slow]}, ballots=QUICK_BALLOT, strikes=strikes) as router:
             slow.manner = lambda: Manner.SILENT
             for _ in range(3):
                 await router.generate(request(max_tokens=3))

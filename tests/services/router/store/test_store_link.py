@@ -10,7 +10,7 @@ import pytest
 
 from moot.core.errors import CommitConflict, StoreUnavailable
 from services.router.store.server import RedisLink, RedisStore
-from tests.services.router.store.store_server import Server, config, record, run
+from tests.services.router.store.store_server import FROZEN, Server, config, record, run
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -86,7 +86,7 @@ def test_a_full_queue_refuses_at_once(server: Server) -> None:
     server.freeze()
 
     async def scenario() -> None:
-        link = RedisLink(made := config(server, max_queued_calls=4, timeout_s=0.1, connect_timeout_s=0.1))
+        link = RedisLink(made := config(server, max_queued_calls=4, **FROZEN))
         store = RedisStore(link, made)
         results = await asyncio.gather(*(store.load(f"q{index}") for index in range(20)), return_exceptions=True)
         assert all(isinstance(result, StoreUnavailable) for result in results)
@@ -98,20 +98,19 @@ def test_a_full_queue_refuses_at_once(server: Server) -> None:
 
 @pytest.mark.parametrize("fault", ["freeze", "kill"])
 def test_a_lost_server_costs_one_bounded_wait(server: Server, fault: str) -> None:
-    """With the default timeouts: the first calls wait for two attempts at most, later ones not at all."""
+    """The first calls wait for two attempts at most, later ones not at all. The bound is wide, for a busy machine."""
 
     async def scenario() -> None:
         changes: list[bool] = []
-        defaults = {"timeout_s": 0.1, "connect_timeout_s": 0.1}
-        link = RedisLink(made := config(server, **defaults), changes.append)
+        link = RedisLink(made := config(server, **FROZEN), changes.append)
         store = RedisStore(link, made)
         await link.probe()
         getattr(server, fault)()
         started = time.monotonic()
         results = await asyncio.gather(*(store.load(f"l{index}") for index in range(50)), return_exceptions=True)
         assert all(isinstance(result, StoreUnavailable) for result in results)
-        # redis-py alone would try for seven seconds.
-        assert time.monotonic() - started < 2
+        # redis-py alone would try seventy times as long as one attempt.
+        assert time.monotonic() - started < 20 * FROZEN["timeout_s"]
         assert changes == [True, False]
         with pytest.raises(StoreUnavailable):
             # Not one step of the loop: there is no wait at all.
@@ -125,9 +124,9 @@ def test_replies_after_a_timeout_are_never_read(server: Server) -> None:
     """A late reply belongs to a call that is over; the next call must not get it."""
 
     async def scenario() -> None:
-        link = RedisLink(made := config(server, timeout_s=0.1, connect_timeout_s=0.1))
+        link = RedisLink(made := config(server, **FROZEN))
         store = RedisStore(link, made)
-        for index in range(5):
+        for index in range(3):
             await link.probe()
             await store.create(record(f"t{index}", prompt=(index,)))
             server.freeze()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moot.core.errors import NoCapacity, StoreError
 from moot.core.types import FinishReason
-from services.router.store import DurableStore, MemoryStore, open_store
+from services.router.store import DurableStore, MemoryStore, StoreConfig, open_store
 from tests.services.router.store.store_server import Server, config, record, run
 
 STOP = FinishReason.STOP
@@ -37,7 +37,7 @@ async def apply(store: DurableStore | MemoryStore, request_id: str, step: tuple[
     return None if name == "commit" else result
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=_steps)
 def test_same_calls_same_answers(shared_server: Server, steps: list[tuple[Any, ...]]) -> None:
     """One protocol, one behaviour: the rounds need not know which store they use."""
@@ -45,7 +45,7 @@ def test_same_calls_same_answers(shared_server: Server, steps: list[tuple[Any, .
     async def scenario() -> None:
         request_id = f"m-{next(_numbers)}"
         durable = await open_store(config(shared_server, upkeep_interval_s=60))
-        memory = await open_store(None)
+        memory = await open_store(StoreConfig())
         await durable.create(record(request_id))
         await memory.create(record(request_id))
         for step in steps:

@@ -4,7 +4,7 @@ afterwards their records are whole."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,15 @@ from moot.core.errors import CommitConflict, CommitFenced, CommitTerminal, Lease
 from moot.core.types import FinishReason
 from services.router.generation.types import RequestRecord
 from services.router.store import DurableStore, open_store
-from tests.services.router.store.store_server import Server, config, record, run
+from tests.services.router.store.store_server import FROZEN, Server, config, record, run
+from tests.waiting import eventually
 
 STOP = FinishReason.STOP
-QUICK = {"timeout_s": 0.1, "connect_timeout_s": 0.1}
 
 
 @asynccontextmanager
 async def opened(server: Server, **changes: Any) -> AsyncIterator[DurableStore]:
-    store = await open_store(config(server, **(QUICK | changes)))
+    store = await open_store(config(server, **changes))
     assert isinstance(store, DurableStore)
     try:
         yield store
@@ -31,19 +31,13 @@ async def opened(server: Server, **changes: Any) -> AsyncIterator[DurableStore]:
         await store.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Bounded by the deadline of the whole test."""
-    while not condition():  # noqa: ASYNC110 - what is waited for happens in another process
-        await asyncio.sleep(0.005)
-
-
 async def synced(store: DurableStore) -> None:
-    await until(lambda: store.up and store.num_unsynced == 0)
+    await eventually(lambda: store.up and store.num_unsynced == 0)
 
 
 async def from_server(server: Server, request_id: str = "r1") -> RequestRecord | None:
     """What a fresh router reads."""
-    async with opened(server, timeout_s=2, connect_timeout_s=2) as fresh:
+    async with opened(server) as fresh:
         return await fresh.load(request_id)
 
 
@@ -53,7 +47,7 @@ def test_running_requests_go_on_and_are_repaired(server: Server, outage: str, mo
     """No outage raises into a running request; once the server is back it has every token, without being asked."""
 
     async def scenario() -> None:
-        async with opened(server, mode=mode) as store:
+        async with opened(server, mode=mode, **FROZEN) as store:
             for request_id in ("r1", "r2", "r3"):
                 assert await store.create(record(request_id))
                 assert await store.commit(request_id, 1, 0, [1, 2])
@@ -109,7 +103,7 @@ def test_an_idle_request_lost_by_a_flush_is_written_again(server: Server) -> Non
             await store.commit("r1", 1, 0, [1, 2])
             client = server.client()
             client.flushall()
-            await until(lambda: bool(client.exists("moot:{r1}")))
+            await eventually(lambda: bool(client.exists("moot:{r1}")))
             assert await from_server(server) == record(output_token_ids=(1, 2))
 
     run(scenario())
@@ -147,7 +141,7 @@ def test_required_mode_refuses_new_requests_without_the_server(server: Server) -
                     await store.create(record())
             assert store.num_unsynced == 0, "a refused request leaves nothing behind"
             await asyncio.to_thread(server.start)
-            await until(lambda: store.up)
+            await eventually(lambda: store.up)
             assert await store.create(record())
 
     run(scenario())
@@ -162,7 +156,7 @@ def test_from_85_percent_of_memory_new_requests_get_no_record(server: Server, mo
         async with opened(server, mode=mode) as store:
             assert await store.create(record())
             client.config_set("maxmemory", int(client.info("memory")["used_memory"] / 0.9))
-            await until(lambda: store._nearly_full)
+            await eventually(lambda: store._nearly_full)
             if mode == "required":
                 with pytest.raises(NoCapacity):
                     await store.create(record("r2"))
@@ -184,8 +178,8 @@ def test_a_router_that_was_away_is_fenced(server: Server) -> None:
 
     async def scenario() -> None:
         async with (
-            opened(server, lease_s=0.05, upkeep_interval_s=60, timeout_s=2) as old,
-            opened(server, timeout_s=2) as new,
+            opened(server, lease_s=0.05, upkeep_interval_s=60) as old,
+            opened(server) as new,
         ):
             await old.create(record())
             await old.commit("r1", 1, 0, [1, 2])
@@ -234,7 +228,7 @@ def test_a_cancelled_commit_is_not_lost(server: Server) -> None:
     """Its tokens are in the mirror when its task dies; the next commit or the upkeep brings them."""
 
     async def scenario() -> None:
-        async with opened(server, timeout_s=2) as store:
+        async with opened(server) as store:
             await store.create(record())
             for step in range(50):
                 task = asyncio.create_task(store.commit("r1", 1, step, [step]))
@@ -258,7 +252,7 @@ def test_ended_requests_leave_nothing_in_memory(server: Server) -> None:
                 await store.commit(f"e{index}", 1, 0, [1], STOP)
             assert not store._mirrors
             await store.create(record("abandoned"))
-            await until(lambda: not store._mirrors)
+            await eventually(lambda: not store._mirrors)
 
     run(scenario())
 
@@ -268,7 +262,10 @@ def test_an_open_request_that_was_let_go_can_be_claimed(server: Server, outage: 
     """Its lease is not prolonged any more, and nothing of it stays in memory once the server has all of it."""
 
     async def scenario() -> None:
-        async with opened(server, lease_s=0.3, mode="degrade") as store, opened(server) as other:
+        async with (
+            opened(server, lease_s=0.3, mode="degrade", **(FROZEN if outage else {})) as store,
+            opened(server) as other,
+        ):
             assert await store.create(record())
             if outage:
                 server.freeze()
@@ -277,7 +274,7 @@ def test_an_open_request_that_was_let_go_can_be_claimed(server: Server, outage: 
             if outage:
                 assert store.num_unsynced == 1
                 server.thaw()
-            await until(lambda: not store._mirrors)
+            await eventually(lambda: not store._mirrors)
             claimed = None
             while claimed is None:
                 try:
@@ -324,7 +321,7 @@ def test_close_brings_the_tail(server: Server) -> None:
     """A router that stops leaves whole records behind."""
 
     async def scenario() -> None:
-        async with opened(server, upkeep_interval_s=60, timeout_s=2) as store:
+        async with opened(server, upkeep_interval_s=60) as store:
             await store.create(record())
             task = asyncio.create_task(store.commit("r1", 1, 0, [1]))
             await asyncio.sleep(0)
@@ -339,7 +336,7 @@ def test_records_survive_a_restart_of_a_persistent_server(tmp_path: Path) -> Non
     server = Server(tmp_path, persistent=True)
 
     async def write() -> None:
-        async with opened(server, timeout_s=2) as store:
+        async with opened(server) as store:
             await store.create(record())
             await store.commit("r1", 1, 0, [1, 2])
 

@@ -10,21 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.asyncio.connection import Connection
-from redis.asyncio.sentinel import MasterNotFoundError
+from redis.asyncio.sentinel import MasterNotFoundError, SentinelConnectionPool
 
 from moot.core.errors import ConfigError, StoreUnavailable
+from moot.core.options import make_config
 from services.router.config import RouterConfig
 from services.router.store import DurableStore, StoreConfig, open_store
-from services.router.store.connection import RedisConnection, Sentinels
+from services.router.store.connection import RedisConnection, Sentinels, pool_of
 from tests.integration.sentinel_group import MASTER, Group
 from tests.integration.store_certificates import make_certificates
-from tests.services.router.store.store_server import PATIENT_S, Server, config, record, run
-
-
-async def until(true: Any) -> None:
-    while not true():  # noqa: ASYNC110 - what is waited for happens in another process
-        await asyncio.sleep(0.01)
+from tests.services.router.store.store_server import Server, config, record, run
+from tests.waiting import GIVE_UP_S, eventually
 
 
 def sentinel_config(group: Group, **changes: Any) -> StoreConfig:
@@ -34,6 +30,8 @@ def sentinel_config(group: Group, **changes: Any) -> StoreConfig:
         "sentinel_master": MASTER,
         "sentinel_password": "sentinelword",
         "upkeep_interval_s": 0.05,
+        "timeout_s": 5.0,
+        "connect_timeout_s": 5.0,
     }
     return StoreConfig(**(values | changes))
 
@@ -80,7 +78,7 @@ def test_after_a_failover_the_new_master_gets_what_it_missed(group: Group) -> No
             assert store.up
             assert await store.create(record())
             assert await store.commit("r1", 1, 0, [1, 2])
-            await until(lambda: group.servers[1].client().exists("moot:{r1}"))
+            await eventually(lambda: group.servers[1].client().exists("moot:{r1}"))
             go_on = group.lose_the_tail()
             assert await store.commit("r1", 1, 2, [3, 4])
             group.servers[0].kill()
@@ -89,16 +87,16 @@ def test_after_a_failover_the_new_master_gets_what_it_missed(group: Group) -> No
             assert not await store.commit("r1", 1, 4, [5])
             assert not await store.create(record("r2"))
             await asyncio.to_thread(group.wait_failover)
-            await until(lambda: store.up and store.num_unsynced == 0)
+            await eventually(lambda: store.up and store.num_unsynced == 0)
             assert await store.commit("r1", 1, 5, [6])
             assert await store.create(record("r3"))
         url = f"redis://:serverword@127.0.0.1:{group.servers[1].port}"
-        async with opened(StoreConfig(url=url, timeout_s=PATIENT_S)) as there:
+        async with opened(StoreConfig(url=url, timeout_s=GIVE_UP_S)) as there:
             assert await there.load("r1") == record(output_token_ids=(1, 2, 3, 4, 5, 6))
             assert await there.load("r2") == record("r2")
             assert await there.load("r3") == record("r3")
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    run(scenario())
 
 
 class Told:
@@ -141,10 +139,6 @@ async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answ
         writer.close()
 
 
-def plain_connection(host: str, port: int) -> Connection:
-    return Connection(host=host, port=port, protocol=2, driver_info=None)
-
-
 @pytest.mark.parametrize(
     ("answers", "named"),
     [
@@ -165,13 +159,13 @@ def test_most_sentinels_are_believed(answers: tuple[str | None, ...], named: tup
     async def scenario() -> None:
         async with Told(*answers) as told:
             enough = answers.count("a:1") * 2 > len(answers)
-            sentinels = Sentinels(told.addresses, MASTER, plain_connection, 30.0 if enough else 1.0)
+            sentinels = Sentinels(told.addresses, 3600.0 if enough else 1.0, protocol=2, driver_info=None)
             if named is None:
                 with pytest.raises(MasterNotFoundError):
-                    await sentinels.master()
+                    await sentinels.discover_master(MASTER)
             else:
-                async with asyncio.timeout(10):
-                    assert await sentinels.master() == named
+                async with asyncio.timeout(GIVE_UP_S):
+                    assert await sentinels.discover_master(MASTER) == named
 
     run(scenario())
 
@@ -195,8 +189,8 @@ def test_sentinels_speak_tls_as_the_server_does(tmp_path: Path) -> None:
                     url=f"rediss://anything/0?ssl_ca_certs={certificates / 'ca.crt'}",
                     sentinels=(address,),
                     sentinel_master=MASTER,
-                    timeout_s=10,
-                    connect_timeout_s=10,
+                    timeout_s=GIVE_UP_S,
+                    connect_timeout_s=GIVE_UP_S,
                 )
             )
             if is_good:
@@ -219,7 +213,7 @@ def test_a_server_that_follows_another_takes_no_commit(server: Server, tmp_path:
 
     async def scenario() -> None:
         changes: list[bool] = []
-        store = await open_store(config(server, timeout_s=0.3, connect_timeout_s=0.3), changes.append)
+        store = await open_store(config(server), changes.append)
         assert isinstance(store, DurableStore)
         assert await store.create(record())
         server.client().replicaof("127.0.0.1", other.port)
@@ -227,10 +221,10 @@ def test_a_server_that_follows_another_takes_no_commit(server: Server, tmp_path:
         await asyncio.sleep(0.3)  # several probes: none of them may take it for a server
         assert changes == [True, False]
         server.client().replicaof("NO", "ONE")
-        await until(lambda: store.up and store.num_unsynced == 0)
+        await eventually(lambda: store.up and store.num_unsynced == 0)
         assert await store.commit("r1", 1, 2, [3])
         await store.close()
-        async with opened(config(server, timeout_s=PATIENT_S)) as fresh:
+        async with opened(config(server)) as fresh:
             assert await fresh.load("r1") == record(output_token_ids=(1, 2, 3))
 
     try:
@@ -260,19 +254,19 @@ def test_flags_that_do_not_fit_are_refused(mistake: str) -> None:
     """Each mistake is a ConfigError that names the flag."""
     flags, words = MISTAKES[mistake]
     with pytest.raises(ConfigError, match=words):
-        _ = RouterConfig(model="m", verifiers=("h:1",), **flags).store
+        make_config(RouterConfig, model="m", verifiers=("h:1",), **flags)
 
 
 def test_the_flags_reach_the_store() -> None:
     """Without --redis-url the server has no password; IPv6 in brackets is an address."""
     flags = {"redis_sentinels": ("[fd00::1]:26379", "b:26379"), "redis_sentinel_master": "m"}
-    made = RouterConfig(model="m", verifiers=("h:1",), redis_sentinel_password="p", **flags).store
-    assert made is not None
-    assert (made.url, made.sentinel_master, made.sentinel_password) == ("redis://", "m", "p")
+    made = make_config(RouterConfig, model="m", verifiers=("h:1",), redis_sentinel_password="p", **flags).store
+    assert made.keeps_records
+    assert (made.server_url, made.sentinel_master, made.sentinel_password) == ("redis://", "m", "p")
     assert "'p'" not in repr(made)
 
     async def scenario() -> None:
-        assert RedisConnection(made)._sentinels is not None
+        assert isinstance(pool_of(made), SentinelConnectionPool)
         with pytest.raises(ConfigError, match="unix://"):
             RedisConnection(StoreConfig(url="unix:///x", sentinels=("a:1",), sentinel_master="m"))
 

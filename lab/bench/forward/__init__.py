@@ -1,0 +1,1 @@
+"""Measurements of the model's forward pass."""

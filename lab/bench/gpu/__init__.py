@@ -1,1 +1,0 @@
-"""Parts of `lab.bench.gpu_check`."""

@@ -1,0 +1,1 @@
+"""Measurements of the router alone, before scripted or traced peers."""

@@ -1,1 +1,0 @@
-"""What lab/bench/simulate.py measures on this machine before it predicts."""

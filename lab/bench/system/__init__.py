@@ -1,0 +1,1 @@
+"""Measurements of the whole system as processes, asked through HTTP."""

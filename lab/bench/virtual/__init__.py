@@ -1,0 +1,1 @@
+"""Measurements in virtual time, where costs are scripted and exact."""

@@ -1,0 +1,23 @@
+"""Where a model computes, and with which numbers. Imports no torch: commands know it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moot.core.options import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions(Options):
+    """What every program is told that has a model."""
+
+    device: str = option("auto", help="where the model runs", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", help="number format", choices=("auto", "bfloat16", "float16", "float32", "float64"))
+    num_threads: int = option(0, help="compute threads; 0 leaves the choice to torch", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchOptions(Options):
+    """What is told of torch alone."""
+
+    num_threads: int | None = option(None, help="torch threads; none: torch's default", minimum=1)
