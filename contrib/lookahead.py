@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moot.core.options import option
-from moot.core.types import ROOT
+from moot.core.types import ROOT, Proposal
 from moot.drafters.attached.base import NO_GUESSES, Guesses, InsideAsk, InsideDrafter
 from moot.drafters.attached.kinds import InsideKind
-from moot.drafters.base import Chain, ProposerOptions
+from moot.drafters.base import ProposerOptions
 from moot.model.runner import ModelRunner
 
 _MOST_KEYS = 4096
@@ -76,8 +76,8 @@ class LookaheadDrafter(InsideDrafter):
         chain = [column - 1 if column else ROOT for column in range(columns)]
         return Guesses(tuple(ids), (*chain, *range(len(ids) - columns)))
 
-    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Chain]]:
-        answers: list[list[Chain]] = []
+    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Proposal]]:
+        answers: list[list[Proposal]] = []
         for ask in asks:
             one = self._of(ask.session, ask.token_ids)
             if ask.answers:
@@ -130,9 +130,9 @@ class LookaheadDrafter(InsideDrafter):
             level[:] = level[gone:] + level[:gone]
         one.length = length
 
-    def _chains(self, pool: Pool, ask: InsideAsk) -> list[Chain]:
+    def _chains(self, pool: Pool, ask: InsideAsk) -> list[Proposal]:
         ends = ask.params.ending_token_ids(self._ends)
-        found: list[Chain] = []
+        found: list[Proposal] = []
         firsts: set[int] = set()
         for gram, count in _best(pool, ask.token_ids[-1]):
             if len(found) == ask.width or gram[0] in firsts:
@@ -145,7 +145,7 @@ class LookaheadDrafter(InsideDrafter):
                 counts += [often] * len(following)
             length = next((place for place, id_ in enumerate(ids, 1) if id_ in ends), len(ids))
             length = min(length, ask.num_tokens)
-            found.append(Chain(tuple(ids[:length]), tuple(min(255, 32 * often) for often in counts[:length])))
+            found.append(Proposal(tuple(ids[:length]), tuple(min(255, 32 * often) for often in counts[:length])))
         return found
 
 

@@ -17,9 +17,10 @@ import torch
 
 from moot.core.errors import ConfigError
 from moot.core.options import option
+from moot.core.types import Proposal
 from moot.drafters.attached.base import ChainOptions, InsideAsk, InsideDrafter
 from moot.drafters.attached.kinds import InsideKind
-from moot.drafters.base import Chain, require
+from moot.drafters.base import require
 from moot.model.cache.base import KvCache
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
@@ -68,7 +69,7 @@ class SelfDrafter(InsideDrafter):
         self._sampler = Sampler(runner.info.vocab_size, runner.info.end_token_ids)
 
     @torch.inference_mode()
-    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Proposal]]:
         rows = [self._row(ask) for ask in asks]
         is_finite = True
         try:
@@ -82,7 +83,7 @@ class SelfDrafter(InsideDrafter):
                     if not is_finite:
                         # Their numbers would reach the next step through its mask.
                         row.cache.wipe()
-        return [[Chain(tuple(row.path), tuple(row.confidences))] if row.path else [] for row in rows]
+        return [[Proposal(tuple(row.path), tuple(row.confidences))] if row.path else [] for row in rows]
 
     def _row(self, ask: InsideAsk) -> _Row:
         if ask.cache is None:

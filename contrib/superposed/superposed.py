@@ -22,7 +22,8 @@ from pathlib import Path
 from contrib.superposed.drafting import MixedRows, SuperposedDrafting
 from moot.core.errors import ConfigError
 from moot.core.options import option
-from moot.drafters.base import Ask, Chain, Kind
+from moot.core.types import Proposal
+from moot.drafters.base import Ask, Kind
 from moot.drafters.lookup.ngram import NgramTable
 from moot.drafters.neural.draft_model import DraftModelOptions, DraftModelProposer, as_chain
 from moot.drafters.neural.sessions import NeuralSession
@@ -70,8 +71,8 @@ class SuperposedProposer(DraftModelProposer):
             options.sharpen,
         )
 
-    def propose(self, asks: Sequence[Ask[NeuralSession]]) -> list[list[Chain]]:
-        answers: list[list[Chain]] = [[] for _ in asks]
+    def propose(self, asks: Sequence[Ask[NeuralSession]]) -> list[list[Proposal]]:
+        answers: list[list[Proposal]] = [[] for _ in asks]
         asked = [(index, ask, self._room(ask)) for index, ask in enumerate(asks)]
         able = [entry for entry in asked if entry[2]]
         for _, ask, _ in able:

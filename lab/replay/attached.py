@@ -11,8 +11,8 @@ from lab.replay.proposals import ProposalRecord
 from lab.replay.target import CHUNK_TOKENS
 from lab.replay.texts import TargetText
 from moot.core.history import History
+from moot.core.types import Proposal
 from moot.drafters.attached.base import InsideAsk, InsideDrafter
-from moot.drafters.base import Chain
 from moot.model.cache.base import KvCache
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
@@ -26,7 +26,7 @@ def record_inside(drafter: InsideDrafter, runner: ModelRunner, text: TargetText,
     facts, ids = record.facts, [*text.prompt_token_ids, *text.output_token_ids]
     first = len(text.prompt_token_ids)
     cache = runner.new_cache()
-    said: list[tuple[list[Chain], float]] = []
+    said: list[tuple[list[Proposal], float]] = []
     try:
         states = read(runner, cache, ids[:-1], first - 1)
         # From the end on: the cache is cut back to what it holds at each place.

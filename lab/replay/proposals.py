@@ -16,7 +16,7 @@ from lab.replay.files import load_arrays, save_arrays
 from lab.replay.texts import TargetText
 from moot.core.errors import ConfigError
 from moot.core.types import Proposal
-from moot.drafters.base import Ask, Chain, Proposer
+from moot.drafters.base import Ask, Proposer
 
 _FORMAT = 1
 
@@ -57,7 +57,7 @@ class ProposalRecord:
     def num_places(self) -> int:
         return len(self.chain_counts)
 
-    def add_place(self, chains: Sequence[Chain], told_s: float, asked_s: float) -> None:
+    def add_place(self, chains: Sequence[Proposal], told_s: float, asked_s: float) -> None:
         self.chain_counts.append(len(chains))
         for chain in chains:
             self.chain_lengths.append(len(chain.token_ids))
@@ -80,7 +80,7 @@ class ProposalRecord:
             for _ in range(self.chain_counts[place]):
                 stop = token + self.chain_lengths[chain]
                 ids, confidences = self.token_ids[token:stop], self.confidences[token:stop]
-                proposals.append(Proposal(self.facts.drafter_id, tuple(ids), tuple(confidences)))
+                proposals.append(Proposal(tuple(ids), tuple(confidences), self.facts.drafter_id))
                 chain, token = chain + 1, stop
             places.append(tuple(proposals))
         return places
@@ -115,7 +115,7 @@ def shortened(proposals: Sequence[Proposal], num_tokens: int, width: int) -> lis
     for one in proposals:
         ids = one.token_ids[:num_tokens]
         if ids and ids not in heads and len(heads) < width:
-            heads[ids] = Proposal(one.drafter_id, ids, one.confidences[:num_tokens])
+            heads[ids] = one.part(0, num_tokens)
     return list(heads.values())
 
 

@@ -109,7 +109,7 @@ def play(
         result = policy.vote(plan, proposals)
         forward_s = setting.clock.step.seconds(1 + len(result.draft), 1)
         verification = _verification(text, generation, result.draft, forward_s)
-        advance = generation.advance(verification, result.draft, proposals, result.winner_ids)
+        verification = generation.advance(verification, result.draft, proposals, result.winner_ids)
         round_s = draft_s + forward_s + setting.clock.overhead_s
         played.seconds += round_s
         played.draft_seconds += draft_s
@@ -117,7 +117,7 @@ def play(
         before = plan
         if not generation.is_finished:
             plan = policy.plan(generation, setting.context_limit)
-        policy.learn(before, result, advance, verification, draft_s, round_s, answers)
+        policy.learn(before, result, verification, draft_s, round_s, answers)
     policy.close()
     return played
 

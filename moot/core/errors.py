@@ -1,26 +1,26 @@
-"""The tree of exceptions. One interceptor (gRPC) and one handler (HTTP) map it to codes; nothing else does.
+"""The tree of exceptions. What each class is outside the process that raises it stands in one table, ERRORS.
 
 MootError
 ├── ConfigError                a flag, environment variable or file is wrong (exit status 2)
-├── InvalidRequest             the caller's parameter; carries `param`            400 INVALID_ARGUMENT
-│   ├── ContextLengthExceeded  prompt + output do not fit                         400
-│   └── BodyTooLarge                                                             413
-├── ModelNotFound                                                                404 NOT_FOUND
-├── Unauthenticated                                                              401 UNAUTHENTICATED
-├── RateLimited                the caller is over its limit; `retry_after_s`      429 RESOURCE_EXHAUSTED
-├── NoCapacity                 nobody can serve it now; `retry_after_s`           503 UNAVAILABLE
+├── InvalidRequest             the caller's parameter; carries `param`
+│   ├── ContextLengthExceeded  prompt + output do not fit
+│   └── BodyTooLarge
+├── ModelNotFound
+├── Unauthenticated
+├── RateLimited                the caller is over its limit; `retry_after_s`
+├── NoCapacity                 nobody can serve it now; `retry_after_s`
 │   ├── Draining               this pod is going away
 │   └── OutOfMemory            not even this request alone found memory
-├── DeadlineExceeded           a wait reached its bound                           504 DEADLINE_EXCEEDED
-├── PeerError                  about another pod                                  503 UNAVAILABLE
+├── DeadlineExceeded           a wait reached its bound
+├── PeerError                  about another pod
 │   ├── PeerLost               stream broken, heartbeats missed or unprogressing
 │   ├── PeerRefused            another tokenizer, model or certificate than asked; never used
-│   └── PeerForbidden          its certificate says another role or installation  PERMISSION_DENIED
+│   └── PeerForbidden          its certificate says another role or installation
 ├── SessionError               one session, others go on
 │   ├── UnknownSession         open it again
-│   └── RequestPoisoned        the target's numbers are not finite for it         500 INTERNAL
+│   └── RequestPoisoned        the target's numbers are not finite for it
 ├── ModelRefused               a model whose attention cannot be driven, named
-└── StoreError                 the record of a request                            503 UNAVAILABLE
+└── StoreError                 the record of a request
     ├── StoreUnavailable       Redis is down, slow or full
     ├── CommitFenced           another owner has claimed the request
     ├── CommitConflict         the record has another length than expected
@@ -34,11 +34,15 @@ Policies by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 
 class MootError(Exception):
     """Base of all errors that Moot raises on purpose. The message is fit to be shown to a caller: no token, no key."""
+
+    retry_after_s: float | None = None
+    """Seconds until it is worth another try; None when the same call fails again."""
 
 
 class ConfigError(MootError):
@@ -104,7 +108,7 @@ class DeadlineExceeded(MootError):
 
 
 class PeerError(MootError):
-    pass
+    retry_after_s: float | None = 1.0
 
 
 class PeerLost(PeerError):
@@ -116,7 +120,7 @@ class PeerRefused(PeerError):
 
 
 class PeerForbidden(PeerError):
-    pass
+    retry_after_s = None
 
 
 class SessionError(MootError):
@@ -136,7 +140,7 @@ class ModelRefused(MootError):
 
 
 class StoreError(MootError):
-    pass
+    retry_after_s = 1.0
 
 
 class StoreUnavailable(StoreError):
@@ -163,6 +167,66 @@ class LeaseHeld(StoreError):
 
 class RecordNotFound(StoreError):
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRow:
+    """What an error of one class is to other processes.
+
+    `http_status` and `http_code` (the body's `code`), `grpc_status` (a name of gRPC's status codes) answer a caller.
+    `session_failure`: with which a verifier gives up one session, a name of SessionFailed's codes without `CODE_`; no
+    two rows share one. `moves`: why a request that meets it on its verifier goes on with another one, a label of the
+    metric `request_moves`; None: it ends.
+    """
+
+    http_status: int
+    http_code: str
+    grpc_status: str
+    session_failure: str | None = None
+    moves: str | None = None
+
+
+UNTOLD = "internal_error"
+"""The HTTP code of errors whose message is for operators: a caller over HTTP is told no more than this."""
+
+ERRORS: dict[type[MootError], ErrorRow] = {
+    MootError: ErrorRow(500, UNTOLD, "INTERNAL"),
+    ConfigError: ErrorRow(500, UNTOLD, "INTERNAL"),
+    InvalidRequest: ErrorRow(400, "invalid_value", "INVALID_ARGUMENT", "INVALID"),
+    ContextLengthExceeded: ErrorRow(400, "context_length_exceeded", "INVALID_ARGUMENT"),
+    BodyTooLarge: ErrorRow(413, "body_too_large", "INVALID_ARGUMENT"),
+    ModelNotFound: ErrorRow(404, "model_not_found", "NOT_FOUND"),
+    Unauthenticated: ErrorRow(401, "invalid_api_key", "UNAUTHENTICATED"),
+    RateLimited: ErrorRow(429, "rate_limit_exceeded", "RESOURCE_EXHAUSTED"),
+    NoCapacity: ErrorRow(503, "no_capacity", "UNAVAILABLE", "NO_CAPACITY", moves="no_capacity"),
+    Draining: ErrorRow(503, "draining", "UNAVAILABLE", "DRAINING", moves="draining"),
+    OutOfMemory: ErrorRow(503, "out_of_memory", "UNAVAILABLE", "NO_MEMORY", moves="no_capacity"),
+    DeadlineExceeded: ErrorRow(504, "deadline_exceeded", "DEADLINE_EXCEEDED"),
+    PeerError: ErrorRow(503, "peer_lost", "UNAVAILABLE", "INTERNAL", moves="internal"),
+    PeerLost: ErrorRow(503, "peer_lost", "UNAVAILABLE", moves="lost"),
+    PeerRefused: ErrorRow(503, "peer_lost", "UNAVAILABLE", moves="lost"),
+    PeerForbidden: ErrorRow(503, "peer_lost", "PERMISSION_DENIED", moves="lost"),
+    SessionError: ErrorRow(500, UNTOLD, "ABORTED"),
+    UnknownSession: ErrorRow(500, UNTOLD, "ABORTED", "UNKNOWN_SESSION", moves="unknown_session"),
+    RequestPoisoned: ErrorRow(500, "request_poisoned", "INTERNAL", "POISONED"),
+    ModelRefused: ErrorRow(500, UNTOLD, "INTERNAL"),
+    StoreError: ErrorRow(503, "store", "UNAVAILABLE"),
+    StoreUnavailable: ErrorRow(503, "store", "UNAVAILABLE"),
+    CommitFenced: ErrorRow(503, "store", "UNAVAILABLE"),
+    CommitConflict: ErrorRow(503, "store", "UNAVAILABLE"),
+    CommitTerminal: ErrorRow(503, "store", "UNAVAILABLE"),
+    LeaseHeld: ErrorRow(503, "store", "UNAVAILABLE"),
+    RecordNotFound: ErrorRow(503, "store", "UNAVAILABLE"),
+}
+"""One row for each class of this module."""
+
+SESSION_FAILURES = {row.session_failure: kind for kind, row in ERRORS.items() if row.session_failure}
+MOVING = tuple(kind for kind, row in ERRORS.items() if row.moves)
+
+
+def row_of(kind: type[BaseException]) -> ErrorRow:
+    """Of a class: its own row, or that of its nearest base; of what is not Moot's, that of MootError."""
+    return next((ERRORS[base] for base in kind.__mro__ if base in ERRORS), ERRORS[MootError])
 
 
 _MEMORY_WORDS = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "ALLOC_FAILED")

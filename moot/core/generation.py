@@ -7,7 +7,7 @@ next token are committed. Tokens behind a completed stop string are dropped befo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moot.core.types import ROOT, Draft, FinishReason, Proposal, SamplingParams, Verification
 
@@ -20,17 +20,6 @@ class DrafterCount:
     num_accepted_tokens: int = 0
     """Leading tokens of its own proposals that the target then emitted, won or not."""
     num_votes_won: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """What one verification changed. `token_ids` were committed after `base_length` tokens; the first `num_accepted`
-    of them were drafted."""
-
-    base_length: int
-    token_ids: tuple[int, ...]
-    num_accepted: int
-    finish_reason: FinishReason | None
 
 
 @dataclass(slots=True)
@@ -104,10 +93,12 @@ class Generation:
             return "malformed"
         return None
 
-    def open(self, verification: Verification, num_tokens_kept: int | None = None, stopped: bool = False) -> Advance:
+    def open(
+        self, verification: Verification, num_tokens_kept: int | None = None, stopped: bool = False
+    ) -> Verification:
         """Commit the first token of an opened session. Not a round: nothing is counted but the token.
 
-        `num_tokens_kept`, `stopped`: see advance.
+        `num_tokens_kept`, `stopped` and what is returned: see advance.
         """
         self._check(verification, None)
         self.num_cached_tokens = verification.num_cached_tokens
@@ -121,12 +112,13 @@ class Generation:
         winner_ids: Sequence[str] = (),
         num_tokens_kept: int | None = None,
         stopped: bool = False,
-    ) -> Advance:
+    ) -> Verification:
         """Commit one round.
 
         `proposals`: those that voted; `winner_ids`: the drafters behind the whole voted path. `num_tokens_kept` of the
-        output belong to the text (all when None); fewer only when a stop string was completed (`stopped`). Raises
-        ValueError where `reject_reason` has one: a stale answer is never applied.
+        output belong to the text (all when None); fewer only when a stop string was completed (`stopped`). Returns
+        `verification` as it was committed: cut to what was kept, with the reason for which the request has now ended.
+        Raises ValueError where `reject_reason` has one: a stale answer is never applied.
         """
         self._check(verification, draft)
         done = self._commit(verification, num_tokens_kept, stopped)
@@ -136,7 +128,7 @@ class Generation:
         positions.extend([0] * (done.num_accepted - len(positions)))
         for depth in range(done.num_accepted):
             positions[depth] += 1
-        self._count(proposals, done.token_ids)
+        self._count(proposals, done.output_token_ids)
         # A vote without a draft decided nothing.
         for drafter_id in winner_ids if draft.token_ids else ():
             self._drafter(drafter_id).num_votes_won += 1
@@ -151,21 +143,28 @@ class Generation:
         if reason := self.reject_reason(verification, draft):
             raise ValueError(f"verification must not be applied: {reason}")
 
-    def _commit(self, verification: Verification, num_tokens_kept: int | None, stopped: bool) -> Advance:
-        base_length = self.base_length
-        kept = verification.output_token_ids
-        if num_tokens_kept is not None:
-            if not 0 <= num_tokens_kept <= len(kept) or (num_tokens_kept < len(kept) and not stopped):
-                raise ValueError("tokens may only be cut off by a stop")
-            kept = kept[:num_tokens_kept]
-        self.output_token_ids.extend(kept)
+    def _commit(self, verification: Verification, num_tokens_kept: int | None, stopped: bool) -> Verification:
+        token_ids = verification.output_token_ids
+        kept = len(token_ids) if num_tokens_kept is None else num_tokens_kept
+        if not 0 <= kept <= len(token_ids) or (kept < len(token_ids) and not stopped):
+            raise ValueError("tokens may only be cut off by a stop")
+        self.output_token_ids.extend(token_ids[:kept])
         if stopped:
             self.finish_reason = FinishReason.STOP
         elif verification.finish_reason is not None:
             self.finish_reason = verification.finish_reason
         elif self.num_remaining == 0:
             self.finish_reason = FinishReason.LENGTH
-        return Advance(base_length, kept, min(verification.num_accepted, len(kept)), self.finish_reason)
+        if kept == len(token_ids) and self.finish_reason is verification.finish_reason:
+            return verification
+        return replace(
+            verification,
+            num_accepted=min(verification.num_accepted, kept),
+            output_token_ids=token_ids[:kept],
+            finish_reason=self.finish_reason,
+            logprobs=verification.logprobs[:kept],
+            top_candidates=verification.top_candidates[:kept],
+        )
 
     def _count(self, proposals: Sequence[Proposal], token_ids: tuple[int, ...]) -> None:
         best: dict[str, int] = {}

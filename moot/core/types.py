@@ -73,12 +73,17 @@ class SamplingParams:
 class Proposal:
     """What one drafter thinks comes after the prefix: a chain of ids, each with one confidence byte (0 to 255).
 
-    The byte is on the drafter's own scale and only ever binned. Empty ids: the drafter abstains.
+    The byte is on the drafter's own scale and only ever binned. Empty ids: the drafter abstains. A drafter leaves
+    `drafter_id` empty: the process that holds it puts the name it was configured with.
     """
 
-    drafter_id: str
     token_ids: tuple[int, ...]
     confidences: tuple[int, ...] = ()
+    drafter_id: str = ""
+
+    def part(self, begin: int, end: int | None = None) -> Proposal:
+        """Its tokens from index `begin` up to, not including, `end`."""
+        return Proposal(self.token_ids[begin:end], self.confidences[begin:end], self.drafter_id)
 
 
 @dataclass(frozen=True, slots=True)

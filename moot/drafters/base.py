@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from moot.config import parse_value
 from moot.core.errors import ConfigError
 from moot.core.options import Option, Options, option
-from moot.core.types import ModelInfo, SamplingParams
+from moot.core.types import ModelInfo, Proposal, SamplingParams
 
 if TYPE_CHECKING:
     from moot.drafters.request.siblings import Siblings
@@ -56,14 +56,6 @@ def parse_entries(entries: Iterable[str], flag: str) -> list[DrafterEntry]:
             raise ConfigError(f"{flag}: {drafter_id} is named twice")
         found.append(DrafterEntry(drafter_id, kind, {name: value for name, _, value in pairs}))
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Proposed ids and one confidence byte (0 to 255) for each, on the proposer's own scale."""
-
-    token_ids: tuple[int, ...]
-    confidences: tuple[int, ...]
 
 
 SessionT = TypeVar("SessionT")
@@ -143,7 +135,7 @@ class Proposer(ABC, Generic[SessionT]):
         """Append committed ids. `top_candidates`: per id, the target's most likely ids there, or empty."""
 
     @abstractmethod
-    def propose(self, asks: Sequence[Ask[SessionT]]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[Ask[SessionT]]) -> list[list[Proposal]]:
         """For each ask its chains, best first; an empty list abstains. A failure in one ask must not harm others."""
 
     def after(self, asks: Sequence[PathAsk[SessionT]]) -> list[tuple[int, ...]]:
@@ -258,7 +250,7 @@ class ModelFreeProposer(Proposer[PrefixSessionT], Generic[PrefixSessionT]):
         """Add committed ids to what is held; `session.length` already counts them."""
 
     @abstractmethod
-    def chains(self, session: PrefixSessionT, num_tokens: int, width: int) -> Iterable[Chain]:
+    def chains(self, session: PrefixSessionT, num_tokens: int, width: int) -> Iterable[Proposal]:
         """Chains of at most `num_tokens` >= 1 ids, best first; more than `width` >= 1 are cut off."""
 
     def open(self, prefix: Sequence[int], params: SamplingParams) -> PrefixSessionT:
@@ -275,10 +267,10 @@ class ModelFreeProposer(Proposer[PrefixSessionT], Generic[PrefixSessionT]):
         else:
             self.close(session)
 
-    def propose(self, asks: Sequence[Ask[PrefixSessionT]]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[Ask[PrefixSessionT]]) -> list[list[Proposal]]:
         return [self._answer(ask) for ask in asks]
 
-    def _answer(self, ask: Ask[PrefixSessionT]) -> list[Chain]:
+    def _answer(self, ask: Ask[PrefixSessionT]) -> list[Proposal]:
         room = self.context_limit - ask.session.length
         num_tokens = min(ask.num_speculative_tokens, room)
         if num_tokens < 1 or ask.width < 1 or ask.session.length == 0:
@@ -286,14 +278,14 @@ class ModelFreeProposer(Proposer[PrefixSessionT], Generic[PrefixSessionT]):
         return valid_chains(self.chains(ask.session, num_tokens, ask.width), self.vocab_size, num_tokens, ask.width)
 
 
-def valid_chains(chains: Iterable[Chain], vocab_size: int, num_tokens: int, width: int) -> list[Chain]:
+def valid_chains(chains: Iterable[Proposal], vocab_size: int, num_tokens: int, width: int) -> list[Proposal]:
     """Each chain up to its first id outside 0..vocab_size-1 and to `num_tokens`; no empty one, no doubles."""
-    valid: dict[tuple[int, ...], Chain] = {}
+    valid: dict[tuple[int, ...], Proposal] = {}
     for chain in chains:
         ids = chain.token_ids[:num_tokens]
         bad = next((index for index, token in enumerate(ids) if not 0 <= token < vocab_size), len(ids))
         if bad and ids[:bad] not in valid:
-            valid[ids[:bad]] = Chain(ids[:bad], chain.confidences[:bad])
+            valid[ids[:bad]] = chain.part(0, bad)
         if len(valid) == width:
             break
     return list(valid.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moot.core.errors import SESSION_FAILURES, MootError, PeerError, row_of
 from moot.core.types import (
     Draft,
     FinishReason,
@@ -23,6 +24,9 @@ _FINISH_TO_PB = {
     FinishReason.ERROR: token_pb2.FINISH_REASON_ERROR,
 }
 _FINISH_FROM_PB: dict[int, FinishReason | None] = {int(value): key for key, value in _FINISH_TO_PB.items()}
+
+
+_FAILURE_NAMES: dict[int, str] = {number: name for name, number in verifier_service_pb2.SessionFailed.Code.items()}
 
 
 def finish_to_pb(reason: FinishReason | None) -> token_pb2.FinishReason.ValueType:
@@ -76,15 +80,18 @@ def sampling_from_pb(message: token_pb2.SamplingParams) -> SamplingParams:
     )
 
 
-def proposal_to_pb(proposal: Proposal) -> token_pb2.Proposal:
+def proposal_to_pb(proposal: Proposal, drafter_id: str = "") -> token_pb2.Proposal:
+    """`drafter_id`: of the process that sends it, where the proposal names none."""
     return token_pb2.Proposal(
-        drafter_id=proposal.drafter_id, token_ids=proposal.token_ids, confidences=bytes(proposal.confidences)
+        drafter_id=proposal.drafter_id or drafter_id,
+        token_ids=proposal.token_ids,
+        confidences=bytes(proposal.confidences),
     )
 
 
 def proposal_from_pb(message: token_pb2.Proposal, drafter_id: str = "") -> Proposal:
     """`drafter_id`: the router's own name for the sender, which goes before what the sender says."""
-    return Proposal(drafter_id or message.drafter_id, tuple(message.token_ids), tuple(message.confidences))
+    return Proposal(tuple(message.token_ids), tuple(message.confidences), drafter_id or message.drafter_id)
 
 
 def draft_to_pb(
@@ -184,6 +191,19 @@ def opened_from_pb(message: verifier_service_pb2.SessionOpened) -> Verification:
         inside_us=message.timing.inside_us,
         batch_prefill_tokens=message.timing.batch_prefill_tokens,
     )
+
+
+def failed_to_pb(error: type[MootError], message: str, round_index: int) -> verifier_service_pb2.SessionFailed:
+    """`error`: a class whose row names a session failure."""
+    code = verifier_service_pb2.SessionFailed.Code.Value(f"CODE_{row_of(error).session_failure}")
+    return verifier_service_pb2.SessionFailed(code=code, message=message, round_index=round_index)
+
+
+def failed_from_pb(message: verifier_service_pb2.SessionFailed) -> MootError:
+    """A code this version does not know is a fault of the verifier's own."""
+    name = _FAILURE_NAMES.get(message.code, "")
+    kind = SESSION_FAILURES.get(name.removeprefix("CODE_"), PeerError)
+    return kind(message.message or "the verifier gave the session up")
 
 
 def verified_to_pb(verification: Verification, round_index: int) -> verifier_service_pb2.DraftVerified:

@@ -1,4 +1,4 @@
-"""Errors to status codes, in one place."""
+"""Errors to gRPC's status codes."""
 
 from __future__ import annotations
 
@@ -14,52 +14,16 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from moot.core.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    LeaseHeld,
-    ModelNotFound,
-    MootError,
-    NoCapacity,
-    PeerError,
-    PeerForbidden,
-    RateLimited,
-    RequestPoisoned,
-    SessionError,
-    StoreError,
-    Unauthenticated,
-)
+from moot.core.errors import InvalidRequest, ModelNotFound, MootError, row_of
 
 _log = logging.getLogger("moot.rpc")
 
 _ABORT_S = 1.0
 """For a peer that does not read to be told its status."""
 
-_CODES: tuple[tuple[type[MootError], grpc.StatusCode], ...] = (
-    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
-    (ModelNotFound, grpc.StatusCode.NOT_FOUND),
-    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
-    (RateLimited, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (NoCapacity, grpc.StatusCode.UNAVAILABLE),
-    (StoreError, grpc.StatusCode.UNAVAILABLE),
-    (PeerForbidden, grpc.StatusCode.PERMISSION_DENIED),
-    (PeerError, grpc.StatusCode.UNAVAILABLE),
-    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (RequestPoisoned, grpc.StatusCode.INTERNAL),
-    (SessionError, grpc.StatusCode.ABORTED),
-)
-
 
 def status_of(error: MootError) -> grpc.StatusCode:
-    """The status code of an error; the first matching class of the tree decides."""
-    return next((code for cls, code in _CODES if isinstance(error, cls)), grpc.StatusCode.INTERNAL)
-
-
-def retry_after_s(error: MootError) -> float | None:
-    """Seconds until it is worth another try; None when the same call fails again."""
-    if isinstance(error, NoCapacity | RateLimited | LeaseHeld):
-        return error.retry_after_s
-    return 1.0 if status_of(error) is grpc.StatusCode.UNAVAILABLE else None
+    return grpc.StatusCode[row_of(type(error)).grpc_status]
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
@@ -71,7 +35,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
             metadata.append(("moot-param", error.param))
         if isinstance(error, ModelNotFound):
             metadata.append(("moot-param", "model"))
-        if (seconds := retry_after_s(error)) is not None:
+        if (seconds := error.retry_after_s) is not None:
             metadata.append(("retry-after", str(max(1, math.ceil(seconds)))))
     else:
         # The message of an unknown error may quote a prompt: it goes neither to the caller nor to the log.

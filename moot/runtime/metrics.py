@@ -32,6 +32,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from moot.core.errors import ERRORS
 from moot.core.types import FinishReason
 
 
@@ -182,7 +183,7 @@ RATIO_BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 REFUSAL_CODES = (400, 401, 404, 413, 429, 500, 503, 504)
 """Statuses with which the router answers instead of generating."""
-MOVE_REASONS = ("lost", "internal", "unknown_session", "no_capacity", "draining", "other_numerics")
+MOVE_REASONS = (*dict.fromkeys(row.moves for row in ERRORS.values() if row.moves), "other_numerics")
 SHORTAGES = (
     *("caller_choices", "caller_tokens", "choices", "tokens", "places", "verifiers", "memory", "draining", "other"),
 )

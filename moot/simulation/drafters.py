@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from moot.core.types import Proposal
 from moot.simulation.costs import DraftTime
 from moot.simulation.events import Action, Cores, Timeline
-from moot.simulation.texts import Chain, Text
+from moot.simulation.texts import Text
 
-_NOTHING: Chain = ((), ())
+_NOTHING = Proposal(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class DraftSession:
     text: Text
     replica: Replica
     position: int = 0
-    path: Chain = _NOTHING
+    path: Proposal = _NOTHING
     goal: int = 0
     length: int = 0
     answer: Callable[[Proposal | None], None] | None = None
@@ -69,7 +69,7 @@ class Replica:
         self.num_asks += 1
         _follow(session, position)
         session.length, session.answer = length, answer
-        if len(session.path[0]) >= length:
+        if len(session.path.token_ids) >= length:
             self.num_from_ahead += 1
             session.goal = length + self._plan.ahead_tokens
             self._waiting.pop(id(session), None)
@@ -102,7 +102,7 @@ class Replica:
             self._is_busy = False
             self._idle_since = self._timeline.now
             return
-        missing = max(session.length - len(session.path[0]) for session in batch)
+        missing = max(session.length - len(session.path.token_ids) for session in batch)
         seconds = self._plan.time.seconds(missing, len(batch)) + self._plan.overhead_s * len(batch)
         if self._plan.noise:
             seconds *= self._random.uniform(1 - self._plan.noise, 1 + self._plan.noise)
@@ -129,8 +129,8 @@ class Replica:
     def _answer(self, session: DraftSession) -> None:
         answer, session.answer = session.answer, None
         if answer is not None:
-            ids, confidences = session.path
-            answer(Proposal(self._plan.drafter_id, ids[: session.length], confidences[: session.length]))
+            path = session.path.part(0, session.length)
+            answer(Proposal(path.token_ids, path.confidences, self._plan.drafter_id))
 
     def _credit(self) -> float:
         """Give the paths what the replica has drafted ahead since it fell idle; returns how long its present step still
@@ -143,13 +143,15 @@ class Replica:
             return -left
         self._idle_since = timeline.now
         while left > 0:
-            batch = [one for one in self.sessions.values() if len(one.path[0]) < one.goal][: self._plan.max_batch]
+            batch = [one for one in self.sessions.values() if len(one.path.token_ids) < one.goal][
+                : self._plan.max_batch
+            ]
             if not batch:
                 break
             left -= self._plan.time.seconds(1, len(batch))
             for session in batch:
                 session.path = session.text.propose(
-                    self._number, session.position, len(session.path[0]) + 1, session.path
+                    self._number, session.position, len(session.path.token_ids) + 1, session.path
                 )
             if left < 0:
                 # The step under way: its tokens are there once it has ended, and the ask waits for that.
@@ -178,9 +180,9 @@ class DrafterPool:
 
 def _follow(session: DraftSession, position: int) -> None:
     """Tokens `session.position` to `position` were committed: keep the path where it runs through them."""
-    ids, confidences = session.path
+    ids = session.path.token_ids
     added = position - session.position
     held = added <= len(ids) and all(ids[i] == session.text.token(session.position + i) for i in range(added))
-    session.path = (ids[added:], confidences[added:]) if held else _NOTHING
+    session.path = session.path.part(added) if held else _NOTHING
     session.goal = 0
     session.position = position

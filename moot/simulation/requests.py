@@ -121,16 +121,16 @@ class Request:
         """Commit a round; returns what learns from it."""
         result = box.result
         assert result is not None
-        advance = self._generation.advance(found, result.draft, box.proposals, result.winner_ids)
+        found = self._generation.advance(found, result.draft, box.proposals, result.winner_ids)
         counts = self._counts
-        counts.tokens += len(advance.token_ids)
+        counts.tokens += len(found.output_token_ids)
         counts.rounds += 1
         counts.drafted += len(result.draft)
-        counts.accepted += advance.num_accepted
+        counts.accepted += found.num_accepted
         counts.round_s += self._timeline.now - self._round_at
         counts.draft_s += box.draft_s if box.plan.num_speculative_tokens else 0.0
         round_s = self._timeline.now - box.asked_at
-        return lambda: self._policy.learn(box.plan, result, advance, found, box.draft_s, round_s, box.answers)
+        return lambda: self._policy.learn(box.plan, result, found, box.draft_s, round_s, box.answers)
 
     def _ask(self) -> None:
         plan = self._policy.plan(self._generation, CONTEXT_LIMIT)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-Chain = tuple[tuple[int, ...], tuple[int, ...]]
-"""Token ids, and one confidence byte for each; empty: the drafter abstains."""
+from moot.core.types import Proposal
 
 _WRONG = 1 << 20
 _CONFIDENCE = 128
@@ -30,7 +29,7 @@ class Text(Protocol):
         """What the target says there."""
         ...
 
-    def propose(self, drafter: int, position: int, length: int, head: Chain) -> Chain:
+    def propose(self, drafter: int, position: int, length: int, head: Proposal) -> Proposal:
         """What drafter number `drafter` proposes after `position` tokens, at most `length`; `head`: what it has already
         drafted from there."""
         ...
@@ -96,8 +95,8 @@ class _RandomText:
     def token(self, position: int) -> int:
         return position
 
-    def propose(self, drafter: int, position: int, length: int, head: Chain) -> Chain:
-        ids = list(head[0])
+    def propose(self, drafter: int, position: int, length: int, head: Proposal) -> Proposal:
+        ids = list(head.token_ids)
         chances = self._chances[drafter]
         right = not ids or ids[-1] < _WRONG
         for depth in range(len(ids), length):
@@ -105,7 +104,7 @@ class _RandomText:
             shared, draw = self._at(at, drafter)
             right = right and draw < self._skill * chances[min(depth, len(chances) - 1)]
             ids.append(at if right else _WRONG + at * 64 + (0 if shared else drafter + 1))
-        return tuple(ids), (_CONFIDENCE,) * len(ids)
+        return Proposal(tuple(ids), (_CONFIDENCE,) * len(ids))
 
     def _at(self, position: int, drafter: int) -> tuple[bool, float]:
         draws, source = self._draws, self._random

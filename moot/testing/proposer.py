@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Chain, Proposer
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Ask, Proposer
 from moot.testing.text import ScriptedText
 
 CONFIDENCE = 200
@@ -62,7 +62,7 @@ class ScriptedProposer(Proposer[ScriptedSession]):
         session.drafted = session.drafted[count:] if follows else []
         session.prefix += token_ids
 
-    def propose(self, asks: Sequence[Ask[ScriptedSession]]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[Ask[ScriptedSession]]) -> list[list[Proposal]]:
         goals = [min(ask.num_speculative_tokens, self.context_limit - len(ask.session.prefix)) for ask in asks]
         while short := [ask.session for ask, goal in zip(asks, goals, strict=True) if len(ask.session.drafted) < goal]:
             time.sleep(self._token_s)
@@ -70,7 +70,7 @@ class ScriptedProposer(Proposer[ScriptedSession]):
             for session in short:
                 session.drafted.append(self._next(session))
         heads = [tuple(ask.session.drafted[:goal]) for ask, goal in zip(asks, goals, strict=True)]
-        return [[Chain(ids, (CONFIDENCE,) * len(ids))] if ids else [] for ids in heads]
+        return [[Proposal(ids, (CONFIDENCE,) * len(ids))] if ids else [] for ids in heads]
 
     def _next(self, session: ScriptedSession) -> int:
         position = len(session.prefix) + len(session.drafted)

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 
-from moot.core.errors import SessionError
+from moot.core.errors import InvalidRequest, MootError, NoCapacity, RequestPoisoned, UnknownSession
 from moot.core.types import Draft, ModelInfo, Proposal, Verification
 from moot.rpc import convert
 from moot.rpc.link import LinkConfig
@@ -201,11 +201,10 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
                 verified = convert.verified_to_pb(self._verify(stream, command), command.verify.round_index)
                 answer.verified.CopyFrom(verified)
                 answer.verified.timing.CopyFrom(timing)
-        except _Failure as failure:
+        except MootError as error:
             stream.sessions.pop(command.session_id, None)
-            answer.failed.code = failure.code
-            answer.failed.message = str(failure)
-            answer.failed.round_index = command.verify.round_index
+            failed = convert.failed_to_pb(type(error), str(error), command.verify.round_index)
+            answer.failed.CopyFrom(failed)
         answers = [answer]
         if self.stale_answers and answer.HasField("verified"):
             stale = pb.VerifyAnswer()
@@ -225,7 +224,7 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         prefix = [*opening.prompt_token_ids, *opening.output_token_ids]
         params = convert.sampling_from_pb(opening.sampling)
         if len(prefix) >= self.info.context_limit:
-            raise _Failure(pb.SessionFailed.CODE_INVALID, "the prefix does not fit the context")
+            raise InvalidRequest("the prefix does not fit the context")
         num_prompt, num_top_candidates = len(opening.prompt_token_ids), opening.num_top_candidates
         session = VerifiedSession(prefix, num_prompt, params, opening.request_id, num_top_candidates)
         session.inside_drafter_ids, session.inside_width = tuple(opening.inside_drafter_ids), opening.inside_width
@@ -235,17 +234,17 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
     def _verify(self, stream: _Stream, command: pb.VerifyCommand) -> Verification:
         session = stream.sessions.get(command.session_id)
         if session is None:
-            raise _Failure(pb.SessionFailed.CODE_UNKNOWN_SESSION, "no such session")
+            raise UnknownSession("no such session")
         self._fail_on_purpose(session.request_id)
         if session.request_id in self.forget:
             self.forget.discard(session.request_id)
-            raise _Failure(pb.SessionFailed.CODE_UNKNOWN_SESSION, "no such session")
+            raise UnknownSession("no such session")
         message = command.verify
         if message.base_length != len(session.prefix) or message.round_index <= session.round_index:
-            raise _Failure(pb.SessionFailed.CODE_INVALID, "base_length or round_index do not fit the session")
+            raise InvalidRequest("base_length or round_index do not fit the session")
         draft = convert.draft_from_pb(message)
         if len(draft) > self.max_draft_tokens or any(token >= self.info.vocab_size for token in draft.token_ids):
-            raise _Failure(pb.SessionFailed.CODE_INVALID, "the draft is too long or leaves the vocabulary")
+            raise InvalidRequest("the draft is too long or leaves the vocabulary")
         session.round_index = message.round_index
         return self._advance(stream, command.session_id, session, draft, message.num_inside_tokens)
 
@@ -264,19 +263,13 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         for name in session.inside_drafter_ids:
             if name in self.inside:
                 for ids in self.inside[name](session, num_tokens, session.inside_width):
-                    yield Proposal(name, tuple(ids), (200,) * len(ids))
+                    yield Proposal(tuple(ids), (200,) * len(ids), name)
 
     def _fail_on_purpose(self, request_id: str) -> None:
         if request_id in self.poison:
-            raise _Failure(pb.SessionFailed.CODE_POISONED, "the model's numbers are not finite for this request")
+            raise RequestPoisoned("the model's numbers are not finite for this request")
         if request_id in self.refuse_capacity:
-            raise _Failure(pb.SessionFailed.CODE_NO_CAPACITY, "no room for another sequence")
-
-
-class _Failure(SessionError):
-    def __init__(self, code: pb.SessionFailed.Code.ValueType, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+            raise NoCapacity("no room for another sequence")
 
 
 class _Servicer(verifier_service_pb2_grpc.VerifierServiceServicer):

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moot.core.types import SamplingParams
-from moot.drafters.base import Chain
+from moot.core.types import Proposal, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Proposed:
     session_id: int
     round_index: int
     base_length: int
-    chains: tuple[Chain, ...]
+    proposals: tuple[Proposal, ...]
     drafted_ns: int
 
 
@@ -61,7 +60,7 @@ class Ahead:
     session_id: int
     round_index: int
     base_length: int
-    path: Chain
+    path: Proposal
 
 
 @dataclass(frozen=True, slots=True)

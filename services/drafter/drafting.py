@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moot.core.errors import is_out_of_memory
-from moot.drafters.base import Ask, Chain, Proposer
+from moot.core.types import Proposal
+from moot.drafters.base import Ask, Proposer
 from moot.runtime import tracing
 from moot.runtime.faults import fault, fault_delay_s
 from moot.runtime.metrics import Metrics
@@ -49,7 +50,7 @@ def shortage(num_sessions: int) -> None:
         raise MemoryError(f"fault point {POINT}")
 
 
-def corrupted(chains: list[Chain], ask: Propose, request_id: str, vocab_size: int) -> list[Chain]:
+def corrupted(chains: list[Proposal], ask: Propose, request_id: str, vocab_size: int) -> list[Proposal]:
     """`chains`, or what the fault makes of them."""
     found = fault(POINT, request_id)
     if found is None or found.action not in ("lie", "garbage"):
@@ -57,15 +58,15 @@ def corrupted(chains: list[Chain], ask: Propose, request_id: str, vocab_size: in
     length = max(ask.num_speculative_tokens, 1)
     if found.action == "lie":
         rng = random.Random(ask.base_length)
-        return [Chain(tuple(rng.randrange(vocab_size) for _ in range(length)), (255,) * length)]
+        return [Proposal(tuple(rng.randrange(vocab_size) for _ in range(length)), (255,) * length)]
     form = found.argument or FORMS[ask.round_index % len(FORMS)]
     if form == "range":
-        return [Chain((vocab_size + 7,) * length, (255,) * length)]
+        return [Proposal((vocab_size + 7,) * length, (255,) * length)]
     if form == "long":
-        return [Chain((0,) * (3 * length + 1), (255,) * (3 * length + 1))]
+        return [Proposal((0,) * (3 * length + 1), (255,) * (3 * length + 1))]
     if form == "empty":
-        return [Chain((), ())]
-    return [Chain((0,) * length, (255,) * (length - 1))]
+        return [Proposal((), ())]
+    return [Proposal((0,) * length, (255,) * (length - 1))]
 
 
 class Outbox:
@@ -260,7 +261,7 @@ class Drafting:
         num_tokens = min(command.num_speculative_tokens, self._config.max_speculative_tokens)
         return Ask(session.held, num_tokens, min(command.width, self._config.max_width))
 
-    def _propose(self, sessions: Sequence[Session], asks: Sequence[Ask[Any]]) -> list[list[Chain]]:
+    def _propose(self, sessions: Sequence[Session], asks: Sequence[Ask[Any]]) -> list[list[Proposal]]:
         """Empty for all where the kind fails: its defect ends the sessions it met, not the service."""
         num_ahead = sum(ask.is_ahead for ask in asks)
         with tracing.span("draft", num_asked=len(asks) - num_ahead, num_ahead=num_ahead):
@@ -285,7 +286,7 @@ class Drafting:
         (path,) = corrupted([session.path.chain], asked, session.request_id, self._vocab_size)
         self._outbox.put(session.stream, Ahead(asked.session_id, asked.round_index, asked.base_length, path))
 
-    def _answer(self, session: Session, chains: list[Chain]) -> None:
+    def _answer(self, session: Session, chains: list[Proposal]) -> None:
         assert session.ask is not None
         ask, session.ask = session.ask, None
         self.table.waiting.pop(id(session), None)

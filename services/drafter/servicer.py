@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 
 from moot.core.errors import InvalidRequest
-from moot.core.types import ModelInfo, Proposal
+from moot.core.types import ModelInfo
 from moot.rpc import convert
 from moot.rpc.link import FrameQueue, FrameQueueFull
 from moot.v1 import drafter_service_pb2 as pb
@@ -51,7 +51,7 @@ def command_from_pb(message: pb.DraftCommand) -> Command | None:
 
 def answer_to_pb(answer: Answer, drafter_id: str) -> pb.DraftAnswer:
     if isinstance(answer, Ahead):
-        path = convert.proposal_to_pb(Proposal(drafter_id, answer.path.token_ids, answer.path.confidences))
+        path = convert.proposal_to_pb(answer.path, drafter_id)
         ahead = pb.Ahead(round_index=answer.round_index, base_length=answer.base_length, path=path)
         return pb.DraftAnswer(session_id=answer.session_id, ahead=ahead)
     if not isinstance(answer, Proposed):
@@ -60,9 +60,7 @@ def answer_to_pb(answer: Answer, drafter_id: str) -> pb.DraftAnswer:
     proposed = pb.Proposed(
         round_index=answer.round_index,
         base_length=answer.base_length,
-        proposals=[
-            convert.proposal_to_pb(Proposal(drafter_id, chain.token_ids, chain.confidences)) for chain in answer.chains
-        ],
+        proposals=[convert.proposal_to_pb(proposal, drafter_id) for proposal in answer.proposals],
         drafted_ns=answer.drafted_ns,
     )
     return pb.DraftAnswer(session_id=answer.session_id, proposed=proposed)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moot.drafters.base import Chain, Proposer
+from moot.core.types import Proposal
+from moot.drafters.base import Proposer
 from services.drafter.commands import Open, Propose, Stream
 
-NOTHING = Chain((), ())
+NOTHING = Proposal((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Path:
     `goal`: the length to reach while nobody asks.
     """
 
-    chain: Chain = NOTHING
+    chain: Proposal = NOTHING
     num_claimed: int = 0
     goal: int = 0
 
@@ -61,12 +62,12 @@ class Path:
         if same < min(len(self), len(token_ids)):
             self.clear()
             return Settled(num_used, num_ahead - num_used)
-        self.chain = Chain(self.chain.token_ids[same:], self.chain.confidences[same:])
+        self.chain = self.chain.part(same)
         self.num_claimed = max(self.num_claimed - same, 0)
         self.goal = max(self.goal - len(token_ids), 0)
         return Settled(num_used)
 
-    def grow(self, chain: Chain, *, is_ahead: bool) -> bool:
+    def grow(self, chain: Proposal, *, is_ahead: bool) -> bool:
         """`chain` is the path made longer. False: it is no longer, so there is nothing more to be had here."""
         if len(chain.token_ids) <= len(self):
             return False
@@ -75,8 +76,8 @@ class Path:
         self.chain = chain
         return True
 
-    def head(self, num_tokens: int) -> Chain:
-        return Chain(self.chain.token_ids[:num_tokens], self.chain.confidences[:num_tokens])
+    def head(self, num_tokens: int) -> Proposal:
+        return self.chain.part(0, num_tokens)
 
     def clear(self) -> Settled:
         """Forget it all: the session ends, or what is asked for now is something else."""

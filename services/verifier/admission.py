@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moot.core.acceptance import validate_draft
-from moot.core.errors import NoCapacity
+from moot.core.errors import Draining, InvalidRequest, NoCapacity, UnknownSession
 from moot.core.history import History
 from moot.core.types import FinishReason, ModelInfo, SamplingParams, Verification
 from moot.model.cache.base import KvCache
-from services.verifier.commands import Answer, Command, Failed, FailureCode, Open, Opened, Verify
+from services.verifier.commands import Answer, Command, Failed, Open, Opened, Verify
 from services.verifier.sessions import Session, Stream, Work
 
 
@@ -126,16 +126,16 @@ class Intake:
 
     def _refusal(self, command: Open) -> Failed | None:
         if self._draining:
-            return Failed(command.session_id, FailureCode.DRAINING, "this verifier is going away")
+            return Failed(command.session_id, Draining, "this verifier is going away")
         num_tokens = len(command.prompt_token_ids) + len(command.output_token_ids)
         if num_tokens > self._context_limit:
             problem = f"prompt and output have {num_tokens} tokens, the context holds {self._context_limit}"
-            return Failed(command.session_id, FailureCode.INVALID, problem)
+            return Failed(command.session_id, InvalidRequest, problem)
         waiting = self._num_waiting_tokens
         # A prompt above the bound on its own is let in when nothing else waits: it must not starve.
         over = waiting > 0 and waiting + num_tokens > self._max_waiting_tokens
         if self._num_sessions >= self._max_sessions or over:
-            return Failed(command.session_id, FailureCode.NO_CAPACITY, "too many requests wait")
+            return Failed(command.session_id, NoCapacity, "too many requests wait")
         self._num_sessions += 1
         self._num_waiting_tokens += num_tokens
         return None
@@ -172,7 +172,7 @@ class Desk:
         if command.session_id in stream.sessions:
             return Dropped("doubled_open")
         if problem := self._problem_of(command):
-            return Failed(command.session_id, FailureCode.INVALID, problem)
+            return Failed(command.session_id, InvalidRequest, problem)
         self._num_opened += 1
         session = Session(
             stream=stream,
@@ -202,19 +202,20 @@ class Desk:
     def verify(self, stream: Stream, command: Verify, arrived_ns: int) -> Session | Failed | Dropped:
         """The session with its draft as work; Failed ends it."""
         session = stream.sessions.get(command.session_id)
-        code, problem = FailureCode.INVALID, None
         if session is None:
-            code, problem = FailureCode.UNKNOWN_SESSION, "no such session: open it again"
-        elif command.round_index <= session.round_index:
+            unknown = "no such session: open it again"
+            return Failed(command.session_id, UnknownSession, unknown, command.round_index)
+        problem: str | None
+        if command.round_index <= session.round_index:
             return Dropped("stale_round")
-        elif session.work is not None:
+        if session.work is not None:
             problem = "an earlier command of this session is not answered yet"
         elif command.base_length != session.length:
             problem = f"base_length is {command.base_length}, but {session.length} tokens are committed here"
         else:
             problem = validate_draft(command.draft, self._info.vocab_size, self._max_draft_tokens)
-        if session is None or problem is not None:
-            return Failed(command.session_id, code, f"{problem}", command.round_index)
+        if problem is not None:
+            return Failed(command.session_id, InvalidRequest, problem, command.round_index)
         session.round_index = command.round_index
         session.last_active_ns = arrived_ns
         session.num_inside_tokens = min(command.num_inside_tokens, self._max_draft_tokens)

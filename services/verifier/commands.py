@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
+from moot.core.errors import MootError
 from moot.core.types import Draft, SamplingParams, Verification
 
 
@@ -59,16 +59,6 @@ class Abort:
 Command = Open | Verify | Finish | Abort
 
 
-class FailureCode(Enum):
-    UNKNOWN_SESSION = "unknown_session"
-    INVALID = "invalid"
-    POISONED = "poisoned"
-    NO_CAPACITY = "no_capacity"
-    DRAINING = "draining"
-    INTERNAL = "internal"
-    NO_MEMORY = "no_memory"
-
-
 @dataclass(frozen=True, slots=True)
 class Opened:
     session_id: int
@@ -87,7 +77,8 @@ class Failed:
     """The session is gone; others go on. `message` holds no token."""
 
     session_id: int
-    code: FailureCode
+    error: type[MootError]
+    """One whose row in errors.ERRORS names a session failure."""
     message: str
     round_index: int = 0
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moot.core.errors import Draining, MootError, PeerError
 from moot.core.types import ModelInfo
 from moot.model.runner import ModelRunner
 from moot.runtime.faults import fault, fault_delay_s
@@ -20,7 +21,7 @@ from moot.runtime.metrics import Metrics
 from moot.runtime.tracing import Tracing
 from moot.runtime.worker import WorkerThread
 from services.verifier.admission import Intake
-from services.verifier.commands import Answer, Command, FailureCode
+from services.verifier.commands import Answer, Command
 from services.verifier.config import VerifierConfig
 from services.verifier.serving import Serving
 from services.verifier.sessions import Stream
@@ -156,19 +157,19 @@ class Engine:
                 self._gather()
                 if not self.step():
                     self._intake.wait(IDLE_CHECK_S)
-            self._end_all(FailureCode.DRAINING, "this verifier is going away")
+            self._end_all(Draining, "this verifier is going away")
         except Exception as error:  # noqa: BLE001 - the thread's last words; the process is ended by `on_death`
             _log.critical("the compute thread cannot go on", exc_info=error)
             self._intake.drain()
             try:
-                self._end_all(FailureCode.INTERNAL, "this verifier cannot go on")
+                self._end_all(PeerError, "this verifier cannot go on")
             finally:
                 self._on_death()
 
-    def _end_all(self, code: FailureCode, message: str) -> None:
+    def _end_all(self, error: type[MootError], message: str) -> None:
         with torch.inference_mode():
             self._take()
-            self.serving.fail_all(code, message)
+            self.serving.fail_all(error, message)
         self._deliver()
 
     def _deliver(self) -> None:

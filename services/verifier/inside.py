@@ -85,7 +85,7 @@ class InsideDrafters:
             sessions = [one.session for one in wanting]
             chains = self._guarded(drafter, sessions, partial(drafter.propose, asks))
             for session, ask, own in zip(sessions, asks, chains or (), strict=False):
-                found[session.arrival] += [Proposal(name, one.token_ids, one.confidences) for one in own[: ask.width]]
+                found[session.arrival] += [Proposal(one.token_ids, one.confidences, name) for one in own[: ask.width]]
         return {arrival: tuple(proposals) for arrival, proposals in found.items()}
 
     def end(self, session: Session) -> None:

@@ -24,7 +24,6 @@ from services.verifier.commands import (
     Answer,
     Command,
     Failed,
-    FailureCode,
     Finish,
     Open,
     Opened,
@@ -33,16 +32,6 @@ from services.verifier.commands import (
 )
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine, EngineStats
-
-_CODE_TO_PB = {
-    FailureCode.UNKNOWN_SESSION: pb.SessionFailed.CODE_UNKNOWN_SESSION,
-    FailureCode.INVALID: pb.SessionFailed.CODE_INVALID,
-    FailureCode.POISONED: pb.SessionFailed.CODE_POISONED,
-    FailureCode.NO_CAPACITY: pb.SessionFailed.CODE_NO_CAPACITY,
-    FailureCode.DRAINING: pb.SessionFailed.CODE_DRAINING,
-    FailureCode.INTERNAL: pb.SessionFailed.CODE_INTERNAL,
-    FailureCode.NO_MEMORY: pb.SessionFailed.CODE_NO_MEMORY,
-}
 
 
 def command_from_pb(message: pb.VerifyCommand) -> Command | None:
@@ -89,8 +78,8 @@ def answer_to_pb(answer: Answer) -> pb.VerifyAnswer:
         case Verified(session_id, round_index, verification):
             verified = convert.verified_to_pb(verification, round_index)
             return pb.VerifyAnswer(session_id=session_id, verified=verified)
-        case Failed(session_id, code, text, round_index):
-            failed = pb.SessionFailed(code=_CODE_TO_PB[code], message=text, round_index=round_index)
+        case Failed(session_id, error, text, round_index):
+            failed = convert.failed_to_pb(error, text, round_index)
             return pb.VerifyAnswer(session_id=session_id, failed=failed)
 
 

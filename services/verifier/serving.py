@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moot.core.errors import is_out_of_memory
+from moot.core.errors import MootError, OutOfMemory, UnknownSession, is_out_of_memory, row_of
 from moot.core.gathering import CPU_SHARE, Gathering
 from moot.core.scheduler import Batch, Limits, Scheduler
 from moot.core.types import ModelInfo, Verification
@@ -21,7 +21,7 @@ from moot.model.sampling.sampler import Sampler
 from moot.runtime.metrics import Metrics
 from moot.runtime.tracing import Tracing
 from services.verifier.admission import Arrival, Desk, Dropped, Intake
-from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finish, Open, Opened, Verified, Verify
+from services.verifier.commands import Abort, Answer, Failed, Finish, Open, Opened, Verified, Verify
 from services.verifier.config import VerifierConfig
 from services.verifier.inside import InsideDrafters
 from services.verifier.prefix_cache import PrefixSharing
@@ -126,9 +126,9 @@ class Serving:
         answers, self._outbox = self._outbox, defaultdict(list)
         return answers
 
-    def fail_all(self, code: FailureCode, message: str) -> None:
+    def fail_all(self, error: type[MootError], message: str) -> None:
         for session in list(self._sessions.values()):
-            self._fail(session, code, message)
+            self._fail(session, error, message)
 
     def _open(self, stream: Stream, command: Open, arrived_ns: int) -> None:
         num_tokens = len(command.prompt_token_ids) + len(command.output_token_ids)
@@ -138,7 +138,7 @@ class Serving:
             if not is_out_of_memory(error):
                 raise
             self._count_shortage("request")
-            result = Failed(command.session_id, FailureCode.NO_MEMORY, "no memory for this request")
+            result = Failed(command.session_id, OutOfMemory, "no memory for this request")
         if isinstance(result, Session):
             result.num_waiting_tokens = num_tokens
             result.traced = self._tracing.begin("verifier session", command.traceparent, request_id=command.request_id)
@@ -204,7 +204,7 @@ class Serving:
         for outcome in outcomes:
             session, work = outcome.session, works[outcome.session.arrival]
             if isinstance(outcome, Broken):
-                self._fail(session, outcome.code, outcome.message)
+                self._fail(session, outcome.error, outcome.message)
                 continue
             self._keep(session)
             if isinstance(outcome, Prefilled) or work is None:
@@ -252,12 +252,12 @@ class Serving:
         for session in [*self._sessions.values()]:
             if session.work is None and session.last_active_ns < lease_ends_ns:
                 message = f"freed after {self._idle_limit_s:g} s without a command"
-                self._fail(session, FailureCode.UNKNOWN_SESSION, message)
+                self._fail(session, UnknownSession, message)
 
-    def _fail(self, session: Session, code: FailureCode, message: str) -> None:
+    def _fail(self, session: Session, error: type[MootError], message: str) -> None:
         round_index = max(session.round_index, 0)
-        self._answer(session.stream, Failed(session.session_id, code, message, round_index))
-        self._end(session, error=code.name)
+        self._answer(session.stream, Failed(session.session_id, error, message, round_index))
+        self._end(session, error=row_of(error).session_failure or "")
 
     def _end(self, session: Session, error: str = "") -> None:
         """Free everything; the only place where a session ends."""

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from moot.core.acceptance import Walk, walk
-from moot.core.errors import RequestPoisoned, is_out_of_memory
+from moot.core.errors import MootError, OutOfMemory, PeerError, RequestPoisoned, is_out_of_memory
 from moot.core.types import ROOT, TokenLogprobs
 from moot.model.sampling.batch import BatchSampler, Drawn, RowSpec
 from moot.model.sampling.logits import joined
 from moot.model.sampling.sampler import Sampler, likeliest
-from services.verifier.commands import FailureCode
 from services.verifier.sessions import Session, Work
 
 _log = logging.getLogger("moot.verifier")
@@ -50,7 +49,7 @@ class Broken:
     """This session cannot go on."""
 
     session: Session
-    code: FailureCode
+    error: type[MootError]
     message: str
 
 
@@ -63,12 +62,12 @@ class DeviceLost(RuntimeError):
 
 def broken(session: Session, error: Exception) -> Broken:
     if isinstance(error, RequestPoisoned):
-        return Broken(session, FailureCode.POISONED, str(error))
+        return Broken(session, RequestPoisoned, str(error))
     if is_out_of_memory(error):
-        return Broken(session, FailureCode.NO_MEMORY, "no memory for this request")
+        return Broken(session, OutOfMemory, "no memory for this request")
     # The text of an unknown error may quote what a user wrote: only its name leaves this process.
     _log.error("a request failed", exc_info=error, extra={"failed_request_id": session.request_id})
-    return Broken(session, FailureCode.INTERNAL, f"internal error ({type(error).__name__})")
+    return Broken(session, PeerError, f"internal error ({type(error).__name__})")
 
 
 def is_device_lost(error: Exception) -> bool:

@@ -18,8 +18,8 @@ from contrib.superposed.drafting import MixedRows
 from contrib.superposed.superposed import SESSIONS_AT_ONCE, SuperposedProposer
 from moot.core.errors import ConfigError
 from moot.core.noise import gumbel
-from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Chain, Proposer
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Ask, Proposer
 from moot.drafters.lookup.ngram import NgramTable
 from moot.drafters.neural.sessions import NeuralSession
 from moot.drafters.registry import create
@@ -75,7 +75,7 @@ def proposer(folder: Path, table: Path) -> SuperposedProposer:
     )
 
 
-def proposed(proposer: Proposer[Any], prefix: Sequence[int], params: SamplingParams, *asked: int) -> list[Chain]:
+def proposed(proposer: Proposer[Any], prefix: Sequence[int], params: SamplingParams, *asked: int) -> list[Proposal]:
     session = proposer.open(prefix, params)
     (chains,) = proposer.propose([Ask(session, *asked)])
     proposer.close(session)

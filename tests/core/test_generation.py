@@ -74,7 +74,7 @@ def test_a_request_ends_where_plain_decoding_does_and_its_counters_add_up(
         if calls == 0:
             state.open(verification, kept, stopped)
         else:
-            state.advance(verification, draft, [Proposal("a", draft.token_ids)], ("a",), kept, stopped)
+            state.advance(verification, draft, [Proposal(draft.token_ids, drafter_id="a")], ("a",), kept, stopped)
         calls += 1
         assert broken_invariants(state) == ""
         assert state.reject_reason(verification, draft) in ("stale", "finished")
@@ -99,7 +99,7 @@ def test_a_round_counts_the_next_token_in_neither() -> None:
     state = opened(generation())
     draft = Draft.chain((6, 7, 8, 9))
     done = state.advance(Verification(4, 2, (6, 7, 5)), draft)
-    assert (done.token_ids, done.num_accepted, done.finish_reason) == ((6, 7, 5), 2, None)
+    assert (done.output_token_ids, done.num_accepted, done.finish_reason) == ((6, 7, 5), 2, None)
     assert (state.num_draft_tokens, state.num_accepted_tokens) == (4, 2)
     assert state.num_accepted_tokens_per_position == [1, 1]
     assert state.acceptance_rate == 0.5
@@ -128,7 +128,7 @@ def test_a_stop_inside_the_block_cuts_text_and_counters_at_the_same_token(place:
     """C09: K = 8 all accepted, the stop string ends with token `place` of nine: nothing after it counts anywhere."""
     state = opened(generation(32))
     ids = (6, 7, 8, 9, 6, 7, 8, 9)
-    proposals = [Proposal("a", ids), Proposal("b", ids[:3])]
+    proposals = [Proposal(ids, drafter_id="a"), Proposal(ids[:3], drafter_id="b")]
     done = state.advance(Verification(4, 8, (*ids, 5)), Draft.chain(ids), proposals, ("a",), place, stopped=True)
     assert done.finish_reason is state.finish_reason is FinishReason.STOP
     assert state.output_token_ids == [5, *(*ids, 5)[:place]]
@@ -227,10 +227,10 @@ def test_drafters_are_counted_by_their_own_proposals() -> None:
     """Proposed: all its tokens; accepted: leading ones that the target emitted, won or not, the best chain once."""
     state = opened(generation())
     proposals = [
-        Proposal("a", (6, 7)),
-        Proposal("b", (6, 8, 9)),
-        Proposal("b", (6, 7, 5)),
-        Proposal("c", (9,)),
+        Proposal((6, 7), drafter_id="a"),
+        Proposal((6, 8, 9), drafter_id="b"),
+        Proposal((6, 7, 5), drafter_id="b"),
+        Proposal((9,), drafter_id="c"),
     ]
     state.advance(Verification(4, 2, (6, 7, 5)), Draft.chain((6, 7)), proposals, ("a", "b"))
     counts = {id_: (c.num_proposed_tokens, c.num_accepted_tokens, c.num_votes_won) for id_, c in state.drafters.items()}

@@ -120,7 +120,7 @@ def _decode(logits: np.ndarray, noise: np.ndarray, text: tuple[int, ...] = ()) -
 
 
 def _voted(noise: np.ndarray, text: tuple[int, ...]) -> Draft:
-    proposals = [Proposal(str(index), _decode(logits, noise, text)) for index, logits in enumerate(DRAFTERS)]
+    proposals = [Proposal(_decode(logits, noise, text), drafter_id=str(index)) for index, logits in enumerate(DRAFTERS)]
     return vote(proposals, {"0": 1.0, "1": 1.1, "2": 1.2}, policy="majority").draft
 
 

@@ -231,7 +231,7 @@ def test_wrong_rule_is_biased_and_caught(name: str) -> None:
 
 def _voted_draft(tokens: tuple[int, ...], seconds: tuple[int, ...], shape: str) -> Draft:
     """What the vote of three drafters over two positions makes of their proposals."""
-    proposals = [Proposal(str(i), pair) for i, pair in enumerate(zip(tokens, seconds, strict=True))]
+    proposals = [Proposal(pair, drafter_id=str(i)) for i, pair in enumerate(zip(tokens, seconds, strict=True))]
     weights = {str(i): float(weight) for i, weight in enumerate(WEIGHTS)}
     return vote(proposals, weights, policy="majority", shape=shape).draft
 

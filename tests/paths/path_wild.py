@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Chain, Proposer
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Ask, Proposer
 from tests.paths.path_drawing import VOCAB_SIZE
 
 Known = dict[int, tuple[int, tuple[int, ...]]]
@@ -30,10 +30,10 @@ class _Told(Proposer[Told]):
     def extend(self, session: Told, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()) -> None:
         session.prefix += token_ids
 
-    def propose(self, asks: Sequence[Ask[Told]]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[Ask[Told]]) -> list[list[Proposal]]:
         return [self.chains(ask, random.Random(f"{ask.session.params.seed} {len(ask.session.prefix)}")) for ask in asks]
 
-    def chains(self, ask: Ask[Told], draw: random.Random) -> list[Chain]:
+    def chains(self, ask: Ask[Told], draw: random.Random) -> list[Proposal]:
         raise NotImplementedError
 
 
@@ -46,7 +46,7 @@ class Knowing(_Told):
     def __init__(self, known: Known) -> None:
         self._known = known
 
-    def chains(self, ask: Ask[Told], draw: random.Random) -> list[Chain]:
+    def chains(self, ask: Ask[Told], draw: random.Random) -> list[Proposal]:
         found = self._known.get(ask.session.params.seed)
         if found is None:
             return []
@@ -60,7 +60,7 @@ class Knowing(_Told):
             place = draw.randrange(len(true))
             wrong = [*true[:place], *_ids(draw, 1), *true[place + 1 :]]
             paths.insert(draw.randint(0, len(paths)), wrong[: ask.num_speculative_tokens])
-        return [Chain(tuple(path), tuple(draw.randrange(256) for _ in path)) for path in paths]
+        return [Proposal(tuple(path), tuple(draw.randrange(256) for _ in path)) for path in paths]
 
 
 class Wild(_Told):
@@ -69,26 +69,26 @@ class Wild(_Told):
     def __init__(self, manner: str) -> None:
         self.kind = self._manner = manner  # type: ignore[misc]  # an instance's own kind
 
-    def chains(self, ask: Ask[Told], draw: random.Random) -> list[Chain]:
+    def chains(self, ask: Ask[Told], draw: random.Random) -> list[Proposal]:
         count = ask.num_speculative_tokens
         ids, sure = _ids(draw, count), (255,) * count
-        good = Chain(ids, sure)
+        good = Proposal(ids, sure)
         if self._manner == "empty":
-            return draw.choice(([], [Chain((), ())], [Chain((), ()), good]))
+            return draw.choice(([], [Proposal((), ())], [Proposal((), ()), good]))
         if self._manner == "outside":
             bad = draw.choice((VOCAB_SIZE, 299, 300, 2**21, 2**32 - 1))
             place = draw.randrange(count)
-            return [Chain((*ids[:place], bad, *ids[place + 1 :]), sure)]
+            return [Proposal((*ids[:place], bad, *ids[place + 1 :]), sure)]
         if self._manner == "too_long":
             more = draw.choice((1, 70, 600))
-            return [Chain(_ids(draw, count + more), (255,) * (count + more))]
+            return [Proposal(_ids(draw, count + more), (255,) * (count + more))]
         if self._manner == "too_many":
-            return [Chain(_ids(draw, count), sure) for _ in range(ask.width + draw.randint(1, 9))]
+            return [Proposal(_ids(draw, count), sure) for _ in range(ask.width + draw.randint(1, 9))]
         if self._manner == "confidences":
-            return [Chain(ids, draw.choice(((), sure[:-1], (*sure, 1))))]
+            return [Proposal(ids, draw.choice(((), sure[:-1], (*sure, 1))))]
         if self._manner == "failing" and draw.random() < 0.3:
             raise RuntimeError("this drafter fails on purpose")
-        return [Chain(_ids(draw, count), sure) for _ in range(ask.width)]
+        return [Proposal(_ids(draw, count), sure) for _ in range(ask.width)]
 
 
 def _ids(draw: random.Random, count: int) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ def test_verifications_survive_the_wire() -> None:
         finish_reason=FinishReason.STOP,
         logprobs=(TokenLogprobs(-0.5, 1, ((4, -0.5), (7, -1.25))), TokenLogprobs(-2.0, 3)),
         top_candidates=((4, 7), (5, 1)),
-        proposals=(Proposal("heads", (1, 2), (200, 100)),),
+        proposals=(Proposal((1, 2), (200, 100), "heads"),),
         queue_us=5,
         forward_us=6,
         batch_requests=2,
@@ -98,5 +98,5 @@ def test_model_info_survives_the_wire() -> None:
 
 def test_the_router_names_the_drafter_not_the_pod() -> None:
     """A pod cannot vote under another drafter's name."""
-    message = convert.proposal_to_pb(Proposal("somebody-else", (1,), (255,)))
-    assert convert.proposal_from_pb(message, "suffix") == Proposal("suffix", (1,), (255,))
+    message = convert.proposal_to_pb(Proposal((1,), (255,), "somebody-else"))
+    assert convert.proposal_from_pb(message, "suffix") == Proposal((1,), (255,), "suffix")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moot.core.types import SamplingParams
+from moot.core.types import Proposal, SamplingParams
 from moot.drafters import registry
 from moot.drafters.base import Ask
-from moot.simulation.texts import Chain, Text
+from moot.simulation.texts import Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _RecordedText:
     def token(self, position: int) -> int:
         return self._recording.output_token_ids[position]
 
-    def propose(self, drafter: int, position: int, length: int, head: Chain) -> Chain:
+    def propose(self, drafter: int, position: int, length: int, head: Proposal) -> Proposal:
         proposer = self._proposers[drafter]
         if drafter not in self._sessions:
             self._sessions[drafter] = proposer.open(self.prompt_token_ids, self._params)
@@ -68,4 +68,4 @@ class _RecordedText:
             )
             self._known[drafter] = position
         chains = proposer.propose([Ask(session, length)])[0]
-        return (chains[0].token_ids, chains[0].confidences) if chains else ((), ())
+        return chains[0] if chains else Proposal(())

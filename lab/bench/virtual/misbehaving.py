@@ -31,10 +31,11 @@ from lab.bench.harness.virtual import Map, VirtualConfig, all_cores
 from moot.config import option
 from moot.core.speculation.panel import ALL, PAYING
 from moot.core.speculation.policy import SpeculationOptions
+from moot.core.types import Proposal
 from moot.simulation.costs import DraftTime, StepCost
 from moot.simulation.drafters import PoolPlan
 from moot.simulation.router_plan import RouterPlan
-from moot.simulation.texts import Chain, LoadClass, RandomTexts, Text
+from moot.simulation.texts import LoadClass, RandomTexts, Text
 from moot.simulation.verifiers import VerifierPlan
 from moot.simulation.world import Outcome, Scenario, World
 
@@ -130,15 +131,15 @@ class _MisledText:
         self._random = source
         self._answers = answers
 
-    def propose(self, drafter: int, position: int, length: int, head: Chain) -> Chain:
+    def propose(self, drafter: int, position: int, length: int, head: Proposal) -> Proposal:
         if drafter != FOURTH:
             return self._text.propose(drafter, position, length, head)
         if self._says == "lies" and next(self._answers) < LIES_AFTER:
             return self._text.propose(0, position, length, head)
         ids = tuple(_FOREIGN + self._random.getrandbits(16) for _ in range(length))
         if self._says == "foreign":
-            return ids, tuple(self._random.getrandbits(8) for _ in ids)
-        return ids, (255,) * length
+            return Proposal(ids, tuple(self._random.getrandbits(8) for _ in ids))
+        return Proposal(ids, (255,) * length)
 
 
 def simulate(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from moot.core.generation import Advance, Generation, num_leading
+from moot.core.generation import Generation, num_leading
 from moot.core.options import Options, option
 from moot.core.speculation.costs import DraftCost, RoundTimes, VerifyCost
 from moot.core.speculation.length import (
@@ -78,12 +78,14 @@ def learn_ballot(
         node = right
 
 
-def heard(answers: Mapping[str, float | None], proposals: Sequence[Proposal], advance: Advance) -> dict[str, Answer]:
+def heard(
+    answers: Mapping[str, float | None], proposals: Sequence[Proposal], committed: Verification
+) -> dict[str, Answer]:
     """Per drafter that was asked, how far one of its proposals was right in a committed round, and when it was there.
 
     `answers`: seconds until each answer, None where it missed the vote.
     """
-    accepted = advance.token_ids[: advance.num_accepted]
+    accepted = committed.output_token_ids[: committed.num_accepted]
     right = dict.fromkeys(answers, 0)
     for proposal in proposals:
         if proposal.drafter_id in right:
@@ -210,31 +212,30 @@ class RequestPolicy:
         self,
         plan: Plan,
         result: VoteResult,
-        advance: Advance,
         verification: Verification,
         draft_seconds: float,
         round_seconds: float | None = None,
         answers: Mapping[str, float | None] | None = None,
         own_seconds: float | None = None,
     ) -> None:
-        """Learn from a committed round. `draft_seconds`: from asking the drafters to the vote; `round_seconds`: from
-        asking to this moment, None where it is not known. `answers`: per drafter that was asked the seconds until its
-        answer, None where it missed the vote; no mapping: not known. `own_seconds`: that the router itself was busy
-        with plan, questions, vote and lessons of a round; None: not known."""
-        pool = self._pool
-        if self._next_base is not None and self._next_base != advance.base_length:
+        """Learn from a round; `verification`: as it was committed. `draft_seconds`: from asking the drafters to the
+        vote; `round_seconds`: from asking to this moment, None where it is not known. `answers`: per drafter that was
+        asked the seconds until its answer, None where it missed the vote; no mapping: not known. `own_seconds`: that
+        the router itself was busy with plan, questions, vote and lessons of a round; None: not known."""
+        pool, token_ids = self._pool, verification.output_token_ids
+        if self._next_base is not None and self._next_base != verification.base_length:
             # A session opened again has committed a token that no round has shown to the weights.
             self._weights.finish()
-        self._next_base = advance.base_length + len(advance.token_ids)
-        learn_ballot(result, advance.token_ids, pool.calibration, pool.acceptance, self._acceptance)
+        self._next_base = verification.base_length + len(token_ids)
+        learn_ballot(result, token_ids, pool.calibration, pool.acceptance, self._acceptance)
         self._weights.observe(
             Contest(
                 plan.num_speculative_tokens,
                 result.ballot.proposals,
-                advance.token_ids,
+                token_ids,
                 result.winner_ids,
                 len(result.path),
-                advance.num_accepted,
+                verification.num_accepted,
             )
         )
         forward_seconds = verification.forward_us * 1e-6
@@ -242,9 +243,9 @@ class RequestPolicy:
         sample = RoundSample(
             plan.num_speculative_tokens,
             num_drafted,
-            advance.num_accepted,
+            verification.num_accepted,
             forward_seconds,
-            is_cut=advance.finish_reason is not None,
+            is_cut=verification.finish_reason is not None,
             num_offered=result.num_offered,
         )
         self._length.observe(sample)
@@ -263,8 +264,8 @@ class RequestPolicy:
         total = drafting + waiting + forward_seconds if round_seconds is None else round_seconds
         times = RoundTimes(total, drafting, waiting, forward_seconds)
         if self._panel is not None and answers and plan.num_speculative_tokens:
-            answered = heard(answers, result.ballot.proposals, advance)
-            done = PanelRound(answered, advance.num_accepted, len(advance.token_ids), draft_seconds, total)
+            answered = heard(answers, result.ballot.proposals, verification)
+            done = PanelRound(answered, verification.num_accepted, len(token_ids), draft_seconds, total)
             if self._panel.learn(done, num_requests):
                 # Others are waited for from now on.
                 pool.draft_cost.forget()
@@ -273,7 +274,7 @@ class RequestPolicy:
         self._load = self._load.moved(verification, num_drafted, usual, _FOLLOWING)
         pool.load = self._load
         self._seconds = 0.9 * self._seconds + draft_seconds + forward_seconds
-        self._tokens = 0.9 * self._tokens + len(advance.token_ids)
+        self._tokens = 0.9 * self._tokens + len(token_ids)
 
     def _note_own(self, length: int, seconds: float, weight: float) -> None:
         pool = self._pool

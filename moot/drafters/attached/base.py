@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moot.core.history import History
 from moot.core.options import option
-from moot.core.types import SamplingParams
-from moot.drafters.base import Chain, ConfidenceOptions
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import ConfidenceOptions
 from moot.model.cache.base import KvCache
 
 
@@ -73,7 +73,7 @@ class InsideDrafter(ABC):
     """Drafters of one family are alike; the vote counts the strongest of them."""
 
     @abstractmethod
-    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Proposal]]:
         """Chains per ask, best first; none: it abstains. One pass for all asks. Whatever it raises ends the drafter."""
 
     def guess(self, session: int, token_ids: Sequence[int], num_rows: int, depth: int) -> Guesses:

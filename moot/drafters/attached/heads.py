@@ -29,11 +29,10 @@ from moot.core.history import History
 from moot.core.noise import position_key
 from moot.core.options import option, option_of
 from moot.core.sampling import MASKED
-from moot.core.types import SamplingParams
+from moot.core.types import Proposal, SamplingParams
 from moot.drafters.attached.base import ChainOptions, InsideAsk, InsideDrafter
 from moot.drafters.attached.head_steps import head_steps
 from moot.drafters.attached.recurrent_head import RecurrentHead
-from moot.drafters.base import Chain
 from moot.drafters.neural.draft_model import COUPLED, DraftModelOptions, drafting_params
 from moot.model.loading.load import LoadedModel
 from moot.model.runner import ModelRunner
@@ -245,7 +244,7 @@ class HeadsDrafter(InsideDrafter):
         self._tokens = head.shape.tokens
 
     @torch.inference_mode()
-    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Proposal]]:
         if self._options.draws != COUPLED:
             asks = [replace(ask, params=drafting_params(ask.params, self._options.draws)) for ask in asks]
         rows = [_Row(ask, self._goal(ask), [], [], 1.0) for ask in asks]
@@ -326,5 +325,5 @@ def _problem_of(head: RecurrentHead, config: dict[str, Any], loaded: LoadedModel
     return None
 
 
-def _chain(row: _Row) -> Chain:
-    return Chain(tuple(row.path), tuple(row.confidences))
+def _chain(row: _Row) -> Proposal:
+    return Proposal(tuple(row.path), tuple(row.confidences))

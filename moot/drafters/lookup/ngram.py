@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from moot.core.errors import ConfigError
 from moot.core.options import option, option_of
+from moot.core.types import Proposal
 from moot.drafters.base import (
     MAX_VOCAB_SIZE,
-    Chain,
     IndexingOptions,
     ModelFreeProposer,
     PrefixSession,
@@ -257,7 +257,7 @@ class NgramProposer(ModelFreeProposer[NgramSession]):
                     learned[key] = followers
                 followers.add(token)
 
-    def chains(self, session: NgramSession, num_tokens: int, width: int) -> Iterator[Chain]:
+    def chains(self, session: NgramSession, num_tokens: int, width: int) -> Iterator[Proposal]:
         first_ids: dict[int, int] = {}
         for size in range(min(self._max_order, len(session.tokens)), self._min_order - 1, -1):
             found = self._successors(session, session.tokens[-size:], width)
@@ -272,7 +272,7 @@ class NgramProposer(ModelFreeProposer[NgramSession]):
 
     def _chain(
         self, session: NgramSession, tail: list[int], ids: list[int], confidences: list[int], num_tokens: int
-    ) -> Chain:
+    ) -> Proposal:
         """`ids`, the last ones of `tail`, made longer by what mostly follows it."""
         while len(ids) < num_tokens:
             for size in range(min(self._max_order, len(tail)), self._min_order - 1, -1):
@@ -284,7 +284,7 @@ class NgramProposer(ModelFreeProposer[NgramSession]):
                     break
             else:
                 break
-        return Chain(tuple(ids), tuple(confidences))
+        return Proposal(tuple(ids), tuple(confidences))
 
     def ids_after(self, session: NgramSession, path: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         if not path:

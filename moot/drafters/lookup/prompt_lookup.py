@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moot.core.options import option
-from moot.drafters.base import Chain, ModelFreeProposer, PrefixSession, ProposerOptions, require
+from moot.core.types import Proposal
+from moot.drafters.base import ModelFreeProposer, PrefixSession, ProposerOptions, require
 
 MAX_NGRAM = 8
 
@@ -51,7 +52,7 @@ class PromptLookupProposer(ModelFreeProposer[PromptLookupSession]):
     ) -> None:
         session.tokens.extend(token_ids)
 
-    def chains(self, session: PromptLookupSession, num_tokens: int, width: int) -> Iterator[Chain]:
+    def chains(self, session: PromptLookupSession, num_tokens: int, width: int) -> Iterator[Proposal]:
         tokens = session.tokens
         followers = latest_followers(tokens, self._sizes.stop - 1)
         first_ids: set[int] = set()
@@ -59,7 +60,7 @@ class PromptLookupProposer(ModelFreeProposer[PromptLookupSession]):
             index = followers[size - 1]
             if tokens[index] not in first_ids:
                 first_ids.add(tokens[index])
-                yield Chain(copy_from(tokens, index, num_tokens), (32 * size - 1,) * num_tokens)
+                yield Proposal(copy_from(tokens, index, num_tokens), (32 * size - 1,) * num_tokens)
 
     def ids_after(self, session: PromptLookupSession, path: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         tokens = session.tokens + array("I", path)

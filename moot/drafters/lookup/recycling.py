@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moot.core.options import option
-from moot.drafters.base import Chain, ModelFreeProposer, PrefixSession, ProposerOptions
+from moot.core.types import Proposal
+from moot.drafters.base import ModelFreeProposer, PrefixSession, ProposerOptions
 
 MAX_CANDIDATES = 8
 
@@ -83,11 +84,11 @@ class RecyclingProposer(ModelFreeProposer[RecyclingSession]):
             if len(self._shared) > self._max_shared:
                 self._shared.popitem(last=False)
 
-    def chains(self, session: RecyclingSession, num_tokens: int, width: int) -> Iterator[Chain]:
+    def chains(self, session: RecyclingSession, num_tokens: int, width: int) -> Iterator[Proposal]:
         for rank, token in enumerate(self._row(session, session.last).token_ids[:width]):
             yield self._chain(session, rank, token, num_tokens)
 
-    def _chain(self, session: RecyclingSession, rank: int, token: int, num_tokens: int) -> Chain:
+    def _chain(self, session: RecyclingSession, rank: int, token: int, num_tokens: int) -> Proposal:
         ids = [token]
         confidences = [_byte(self._row(session, session.last).streak, rank)]
         while len(ids) < num_tokens:
@@ -96,7 +97,7 @@ class RecyclingProposer(ModelFreeProposer[RecyclingSession]):
                 break
             ids.append(row.token_ids[0])
             confidences.append(_byte(row.streak, 0))
-        return Chain(tuple(ids), tuple(confidences))
+        return Proposal(tuple(ids), tuple(confidences))
 
     def ids_after(self, session: RecyclingSession, path: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         ids: list[int] = []

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moot.core.options import option
-from moot.drafters.base import Chain, IndexingOptions, ModelFreeProposer, PrefixSession, window_start
+from moot.core.types import Proposal
+from moot.drafters.base import IndexingOptions, ModelFreeProposer, PrefixSession, window_start
 from moot.drafters.lookup.datastore import DEPTH, Datastore
 from moot.shipped import locate
 
@@ -157,7 +158,7 @@ class SuffixProposer(ModelFreeProposer[SuffixSession]):
         for token in session.tokens[len(session.automaton) :]:
             session.automaton.append(token)
 
-    def chains(self, session: SuffixSession, num_tokens: int, width: int) -> Iterator[Chain]:
+    def chains(self, session: SuffixSession, num_tokens: int, width: int) -> Iterator[Proposal]:
         automaton = session.automaton
         own_length = automaton.length[automaton.match()]
         stored, stored_length = self._stored(session.tokens, num_tokens)
@@ -179,16 +180,16 @@ class SuffixProposer(ModelFreeProposer[SuffixSession]):
             return ()
         return self._walk(automaton, state, self._best(automaton, state), num_tokens).token_ids
 
-    def _stored(self, tokens: Sequence[int], num_tokens: int) -> tuple[Chain | None, int]:
+    def _stored(self, tokens: Sequence[int], num_tokens: int) -> tuple[Proposal | None, int]:
         if self._datastore is None:
             return None, 0
         found = self._datastore.continuation(tokens, num_tokens)
         if found.match_length < self._min_match or not found.token_ids:
             return None, 0
         confidences = tuple(confidence_byte(found.match_length, share) for share in found.shares)
-        return Chain(found.token_ids, confidences), found.match_length
+        return Proposal(found.token_ids, confidences), found.match_length
 
-    def _own(self, automaton: SuffixAutomaton, num_tokens: int, width: int) -> Iterator[Chain]:
+    def _own(self, automaton: SuffixAutomaton, num_tokens: int, width: int) -> Iterator[Proposal]:
         """One chain per first id: the continuations of the longest match, then those of its shorter suffixes."""
         state = automaton.match()
         first_ids: set[int] = set()
@@ -213,7 +214,7 @@ class SuffixProposer(ModelFreeProposer[SuffixSession]):
             return max(children, key=lambda token: (count[children[token]], end[children[token]]), default=None)
         return max(children, key=lambda token: end[children[token]], default=None)
 
-    def _walk(self, automaton: SuffixAutomaton, state: int, token: int | None, num_tokens: int) -> Chain:
+    def _walk(self, automaton: SuffixAutomaton, state: int, token: int | None, num_tokens: int) -> Proposal:
         """Follow the automaton from `state`; at the end of the text go on from the longest suffix that goes on."""
         ids: list[int] = []
         confidences: list[int] = []
@@ -223,7 +224,7 @@ class SuffixProposer(ModelFreeProposer[SuffixSession]):
                 state = automaton.shorter(state)
                 match_length = automaton.length[state]
                 if state == ROOT_STATE or match_length < self._min_match:
-                    return Chain(tuple(ids), tuple(confidences))
+                    return Proposal(tuple(ids), tuple(confidences))
                 token = self._best(automaton, state)
             child = automaton.next[state][token]
             share = automaton.count[child] / max(automaton.count[state], 1)
@@ -231,7 +232,7 @@ class SuffixProposer(ModelFreeProposer[SuffixSession]):
             confidences.append(confidence_byte(match_length, share, _OWN))
             state = child
             token = self._best(automaton, state)
-        return Chain(tuple(ids), tuple(confidences))
+        return Proposal(tuple(ids), tuple(confidences))
 
     def close(self, session: SuffixSession) -> None:
         session.start, session.tokens, session.automaton = session.length, [], SuffixAutomaton()

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from moot.core.history import History
 from moot.core.noise import choice_seed
 from moot.core.options import option, option_of
-from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Chain, ConfidenceOptions, Proposer
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Ask, ConfidenceOptions, Proposer
 from moot.drafters.neural.sessions import Drafted, NeuralSession, SessionFeed
 from moot.model.backend import choose_runner
 from moot.model.compute import ComputeOptions, TorchOptions
@@ -121,5 +121,5 @@ class DraftModelProposer(Proposer[NeuralSession]):
         return min(ask.num_speculative_tokens, self.context_limit - len(ask.session.tokens))
 
 
-def as_chain(path: Sequence[Drafted]) -> Chain:
-    return Chain(tuple(token for token, _ in path), tuple(confidence for _, confidence in path))
+def as_chain(path: Sequence[Drafted]) -> Proposal:
+    return Proposal(tuple(token for token, _ in path), tuple(confidence for _, confidence in path))

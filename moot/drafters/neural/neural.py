@@ -16,8 +16,8 @@ from typing import Any
 
 from moot.core.errors import ConfigError
 from moot.core.options import option
-from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Chain, PathAsk, Proposer
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Ask, PathAsk, Proposer
 from moot.drafters.neural.draft_model import DraftModelOptions, DraftModelProposer, as_chain
 from moot.drafters.neural.drafting import NeuralDrafting, num_likely
 from moot.drafters.neural.sessions import NeuralSession
@@ -79,7 +79,7 @@ class NeuralProposer(DraftModelProposer):
         if token_ids and self._stage is not None:
             self._stage.proposer.extend(session.stage, token_ids, top_candidates)
 
-    def propose(self, asks: Sequence[Ask[NeuralSession]]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[Ask[NeuralSession]]) -> list[list[Proposal]]:
         lengths = [self._room(ask) for ask in asks]
         for ask in asks:
             if not ask.is_ahead:
@@ -91,7 +91,7 @@ class NeuralProposer(DraftModelProposer):
         branches = self._drafting.branches(
             [(ask.session, n, ask.width) for ask, n in zip(asks, lengths, strict=True) if ask.width > 1 and n]
         )
-        answers: list[list[Chain]] = []
+        answers: list[list[Proposal]] = []
         for ask, length in zip(asks, lengths, strict=True):
             paths = branches[id(ask.session)] if length and ask.width > 1 else [ask.session.ahead[:length]]
             likely = [path[: num_likely(path, self._least)] for path in paths]

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Chain, PathAsk, Proposer
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Ask, PathAsk, Proposer
 from moot.drafters.neural.sessions import NeuralSession
 from moot.model.cache.contiguous import PAGE_SLOTS, KvPool
 
@@ -76,7 +76,7 @@ class FirstOf(Proposer[tuple[Any, Any]]):
         for proposer, own in zip(self._both, session, strict=True):
             proposer.extend(own, token_ids, top_candidates)
 
-    def propose(self, asks: Sequence[Ask[tuple[Any, Any]]]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[Ask[tuple[Any, Any]]]) -> list[list[Proposal]]:
         answers = self._part(0).propose([dataclasses.replace(ask, session=ask.session[0]) for ask in asks])
         left = [index for index, chains in enumerate(answers) if not chains]
         others = self._part(1).propose(

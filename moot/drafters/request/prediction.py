@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moot.core.options import option
-from moot.core.types import SamplingParams
-from moot.drafters.base import Chain, Material, ModelFreeProposer, PrefixSession, ProposerOptions
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Material, ModelFreeProposer, PrefixSession, ProposerOptions
 from moot.drafters.lookup.matching import occurrences
 
 _LEVELS = (1, 2, 3, 4, 6, 8, 16, 32)
@@ -105,13 +105,13 @@ class PredictionProposer(ModelFreeProposer[PredictionSession]):
             return int(found[-1][-1]), len(found)
         return session.sure + session.since, 0
 
-    def chains(self, session: PredictionSession, num_tokens: int, width: int) -> Iterator[Chain]:
+    def chains(self, session: PredictionSession, num_tokens: int, width: int) -> Iterator[Proposal]:
         first_ids: set[int] = set()
         for place, run in self._places(session):
             ids = tuple(session.text[place : place + num_tokens])
             if ids and ids[0] not in first_ids:
                 first_ids.add(ids[0])
-                yield Chain(ids, (_confidence(run),) * len(ids))
+                yield Proposal(ids, (_confidence(run),) * len(ids))
             if len(first_ids) >= width:
                 return
 

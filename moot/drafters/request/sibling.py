@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moot.core.options import option_of
-from moot.core.types import SamplingParams
-from moot.drafters.base import Chain, Material, ModelFreeProposer, PrefixSession, ProposerOptions, require
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Material, ModelFreeProposer, PrefixSession, ProposerOptions, require
 from moot.drafters.lookup.suffix import SuffixOptions, confidence_byte
 from moot.drafters.request.prediction import PredictionOptions
 from moot.drafters.request.siblings import SEPARATOR, Siblings
@@ -73,7 +73,7 @@ class SiblingProposer(ModelFreeProposer[SiblingSession]):
         if session.siblings is not None and start < len(token_ids):
             session.siblings.append(session.choice, token_ids[start:])
 
-    def chains(self, session: SiblingSession, num_tokens: int, width: int) -> Iterator[Chain]:
+    def chains(self, session: SiblingSession, num_tokens: int, width: int) -> Iterator[Proposal]:
         if session.siblings is None:
             return
         found = session.siblings.followers(session.choice, self._max_match)
@@ -87,7 +87,7 @@ class SiblingProposer(ModelFreeProposer[SiblingSession]):
             if len(first_ids) >= width:
                 return
 
-    def _read(self, siblings: Siblings, indices: NDArray[np.intp], token: int, size: int, num_tokens: int) -> Chain:
+    def _read(self, siblings: Siblings, indices: NDArray[np.intp], token: int, size: int, num_tokens: int) -> Proposal:
         """The most frequent continuation that begins with `token`; ties: the lowest id."""
         chain: list[int] = []
         confidences: list[int] = []
@@ -110,7 +110,7 @@ class SiblingProposer(ModelFreeProposer[SiblingSession]):
             if not counts.any():
                 break
             token = int(ids[np.argmax(counts)])
-        return Chain(tuple(chain), tuple(confidences))
+        return Proposal(tuple(chain), tuple(confidences))
 
     def close(self, session: SiblingSession) -> None:
         """The row stays: the choices that still write go on reading it."""

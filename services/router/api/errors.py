@@ -1,4 +1,4 @@
-"""Errors to status codes and bodies: the one place of the HTTP front where that is decided.
+"""Errors to the answers of the HTTP front: status, body and headers.
 
 Requests that end before anything was generated, counted by the status that they are answered with.
 """
@@ -31,43 +31,31 @@ class ErrorReply:
     headers: dict[str, str]
 
 
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+"""The body's `type`, which OpenAI's clients tell errors by."""
+
+
 def describe(error: BaseException) -> ErrorReply:
     """What a caller is told. The text of an error that is not ours is not shown: it may quote anything."""
     match error:
-        case errors.BodyTooLarge():
-            return _reply(413, error, "invalid_request_error", error.code or "body_too_large", error.param)
-        case errors.InvalidRequest():
-            return _reply(400, error, "invalid_request_error", error.code or "invalid_value", error.param)
-        case errors.Unauthenticated():
-            reply = _reply(401, error, "authentication_error", "invalid_api_key")
-            return ErrorReply(reply.status, reply.body, {"www-authenticate": "Bearer"})
-        case errors.ModelNotFound():
-            return _reply(404, error, "not_found_error", "model_not_found", "model")
-        case errors.RateLimited():
-            return _retry(_reply(429, error, "rate_limit_error", "rate_limit_exceeded"), error.retry_after_s)
-        case errors.Draining():
-            return _retry(_reply(503, error, "service_unavailable_error", "draining"), error.retry_after_s)
-        case errors.OutOfMemory():
-            return _retry(_reply(503, error, "service_unavailable_error", "out_of_memory"), error.retry_after_s)
-        case errors.NoCapacity():
-            return _retry(_reply(503, error, "service_unavailable_error", "no_capacity"), error.retry_after_s)
-        case errors.DeadlineExceeded():
-            return _reply(504, error, "timeout_error", "deadline_exceeded")
-        case errors.PeerError():
-            return _retry(_reply(503, error, "service_unavailable_error", "peer_lost"), 1.0)
-        case errors.LeaseHeld():
-            return _retry(_reply(503, error, "service_unavailable_error", "store"), error.retry_after_s)
-        case errors.StoreError():
-            return _retry(_reply(503, error, "service_unavailable_error", "store"), 1.0)
-        case errors.RequestPoisoned():
-            return _reply(500, error, "server_error", "request_poisoned")
+        case errors.MootError():
+            return _reply_of(error)
         case HTTPException(status_code=404):
-            return _reply(404, "no such path", "not_found_error", "not_found")
+            return _reply(404, "no such path", "not_found")
         case HTTPException(status_code=405):
-            reply = _reply(405, "method not allowed", "invalid_request_error", "method_not_allowed")
-            return ErrorReply(405, reply.body, dict(error.headers or {}))
+            return _reply(405, "method not allowed", "method_not_allowed", headers=dict(error.headers or {}))
         case _:
-            return _reply(500, "internal error", "server_error", "internal_error")
+            return _reply(500, "internal error", errors.UNTOLD)
 
 
 def response(error: BaseException) -> Response:
@@ -75,12 +63,27 @@ def response(error: BaseException) -> Response:
     return Response(json.dumps(reply.body), reply.status, reply.headers, media_type="application/json")
 
 
-def _reply(status: int, message: object, kind: str, code: str, param: str | None = None) -> ErrorReply:
-    return ErrorReply(status, {"error": {"message": str(message), "type": kind, "param": param, "code": code}}, {})
+def _reply_of(error: errors.MootError) -> ErrorReply:
+    row = errors.row_of(type(error))
+    message = "internal error" if row.http_code == errors.UNTOLD else str(error)
+    code, param, headers = row.http_code, None, {}
+    match error:
+        case errors.InvalidRequest():
+            code, param = error.code or code, error.param
+        case errors.ModelNotFound():
+            param = "model"
+        case errors.Unauthenticated():
+            headers["www-authenticate"] = "Bearer"
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    return _reply(row.http_status, message, code, param, headers)
 
 
-def _retry(reply: ErrorReply, retry_after_s: float) -> ErrorReply:
-    return ErrorReply(reply.status, reply.body, {"retry-after": str(max(1, math.ceil(retry_after_s)))})
+def _reply(
+    status: int, message: str, code: str, param: str | None = None, headers: dict[str, str] | None = None
+) -> ErrorReply:
+    body = {"error": {"message": message, "type": _TYPES[status], "param": param, "code": code}}
+    return ErrorReply(status, body, headers or {})
 
 
 class Attempt:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter
 
-from moot.core.generation import Advance, Generation
+from moot.core.generation import Generation
 from moot.core.types import Draft, Verification
 from moot.runtime.metrics import Metrics
 
@@ -57,15 +57,16 @@ class RoundCounters:
         self._verify_seconds = metrics.round_duration_seconds.labels("verify")
         self._plain = PlainTimes()
 
-    def count(self, draft: Draft, advance: Advance, generation: Generation, known: Known) -> None:
-        """One round. `known`: what was counted of this request's drafters before; it is brought up to date."""
+    def count(self, draft: Draft, verification: Verification, generation: Generation, known: Known) -> None:
+        """One round, as it was committed. `known`: what was counted of this request's drafters before; it is brought up
+        to date."""
         metrics = self._metrics
         metrics.rounds.inc()
         if draft.token_ids:
             metrics.draft_tokens.inc(len(draft))
-        if advance.num_accepted:
-            metrics.accepted_tokens.inc(advance.num_accepted)
-        for depth in range(advance.num_accepted):
+        if verification.num_accepted:
+            metrics.accepted_tokens.inc(verification.num_accepted)
+        for depth in range(verification.num_accepted):
             self._position(depth).inc()
         for drafter_id, count in generation.drafters.items():
             now = (count.num_proposed_tokens, count.num_accepted_tokens, count.num_votes_won)

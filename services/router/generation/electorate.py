@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moot.core.errors import ConfigError, InvalidRequest
-from moot.core.generation import Advance, Generation
+from moot.core.generation import Generation
 from moot.core.speculation.ballots import BallotPolicy
 from moot.core.speculation.policy import Plan, PoolPolicy, RequestPolicy
 from moot.core.types import Proposal, Verification
@@ -47,7 +47,13 @@ class InsideDrafter:
         # After a move, or from a verifier without it, there is nothing for this place.
         if inside is None or inside.base_length != len(self._prefix):
             return False
-        own = tuple(_cut(one, num_speculative_tokens) for one in inside.proposals if one.drafter_id == self.drafter_id)
+        length = num_speculative_tokens
+        # They were made before K was known.
+        own = tuple(
+            one if len(one.token_ids) <= length else one.part(0, length)
+            for one in inside.proposals
+            if one.drafter_id == self.drafter_id
+        )
         if not own:
             return False
         box.expect(self)
@@ -84,13 +90,6 @@ class InsideSource:
 
     def drafter(self, prefix: Prefix) -> InsideDrafter:
         return InsideDrafter(self.drafter_id, prefix, self.metrics)
-
-
-def _cut(proposal: Proposal, length: int) -> Proposal:
-    """It was made before K was known."""
-    if len(proposal.token_ids) <= length:
-        return proposal
-    return Proposal(proposal.drafter_id, proposal.token_ids[:length], proposal.confidences[:length])
 
 
 def parse_priors(entries: Iterable[str]) -> dict[str, float]:
@@ -270,7 +269,6 @@ class Voters:
         self,
         plan: Plan,
         result: VoteResult,
-        advance: Advance,
         verification: Verification,
         draft_seconds: float,
         round_seconds: float,
@@ -281,7 +279,7 @@ class Voters:
         # Drafting inside the verifier was asked for by this plan, too, and is paid by this round.
         draft_seconds += verification.inside_us * 1e-6
         times = (draft_seconds, round_seconds, self._answers, own_seconds)
-        self._policy.learn(plan, result, advance, verification, *times)
+        self._policy.learn(plan, result, verification, *times)
         if not self._electorate.gone.isdisjoint(self._waited_for):
             # It went while this round waited for it, which no other will.
             self._electorate.policy.draft_cost.forget()

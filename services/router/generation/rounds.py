@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moot.core.errors import DeadlineExceeded, MootError, NoCapacity, PeerError, StoreError
 from moot.core.generation import Generation
@@ -23,7 +24,6 @@ from moot.runtime.tracing import traceparent_var
 from services.router.generation.counters import Known, RoundCounters
 from services.router.generation.electorate import Electorate
 from services.router.generation.ports import BallotBox, Prefix, Targets
-from services.router.generation.spans import Span, SpanQueue
 from services.router.generation.types import (
     DrafterMetrics,
     GenerationChunk,
@@ -72,12 +72,12 @@ class Rounds:
 
     async def generate(self, request: GenerationRequest, assembler: TextAssembler) -> AsyncIterator[GenerationChunk]:
         """Chunks of one choice. Raises what Target.open does, StoreError when another router owns the request."""
-        spans = SpanQueue(self._max_buffered_spans)
+        spans = _Spans(self._max_buffered_spans)
         course = _Course(self._targets, self._electorate, request, assembler, spans, self._metrics, self._counters)
         task = asyncio.create_task(course.run())
         committed, epoch = len(request.output_token_ids), request.epoch or 1
         ending: FinishReason | None = FinishReason.ABORT
-        unsettled: Span | None = None
+        unsettled: GenerationChunk | None = None
         self.num_running += 1
         try:
             if not request.epoch:
@@ -90,15 +90,7 @@ class Rounds:
                 self._metrics.generation_tokens.inc(len(span.token_ids))
                 if span.finish_reason is not None:
                     ending = None
-                yield GenerationChunk(
-                    text=span.text,
-                    token_ids=span.token_ids,
-                    logprobs=span.logprobs,
-                    finish_reason=span.finish_reason,
-                    stop_reason=span.stop_reason,
-                    metrics=course.metrics() if span.finish_reason is not None else None,
-                    durable=durable,
-                )
+                yield span if durable else replace(span, durable=False)
         except StoreError:
             # Not ours any more: whoever owns the record decides about its end.
             ending = None
@@ -135,7 +127,7 @@ class Rounds:
             body_fingerprint=request.body_fingerprint,
         )
 
-    async def _commit(self, request_id: str, epoch: int, committed: int, span: Span) -> bool:
+    async def _commit(self, request_id: str, epoch: int, committed: int, span: GenerationChunk) -> bool:
         started = time.monotonic()
         try:
             return await self._store.commit(request_id, epoch, committed, span.token_ids, span.finish_reason)
@@ -143,7 +135,7 @@ class Rounds:
             self._metrics.store_commit_seconds.observe(time.monotonic() - started)
 
     async def _close_record(
-        self, request_id: str, epoch: int, committed: int, unsettled: Span | None, reason: FinishReason
+        self, request_id: str, epoch: int, committed: int, unsettled: GenerationChunk | None, reason: FinishReason
     ) -> None:
         """`unsettled`: the span whose commit was cut off. Whether it was applied is not known; sent again it counts
         once."""
@@ -167,7 +159,7 @@ class _Course:
         electorate: Electorate,
         request: GenerationRequest,
         assembler: TextAssembler,
-        spans: SpanQueue,
+        spans: _Spans,
         metrics: Metrics,
         counters: RoundCounters,
     ) -> None:
@@ -231,7 +223,7 @@ class _Course:
         if moved:
             return await self._commit_opening(verification)
         delta = self._assembler.push(verification.output_token_ids)
-        advance = generation.advance(
+        verification = generation.advance(
             verification, result.draft, proposals, result.winner_ids, delta.num_tokens_kept, delta.stopped
         )
         round_seconds = voters.draft_seconds
@@ -245,9 +237,9 @@ class _Course:
                     await asyncio.sleep(0)  # let the questions be written first
         finally:
             began = time.perf_counter()
-            voters.learn(plan, result, advance, verification, draft_seconds, round_seconds, own_seconds)
-            self._counters.count(result.draft, advance, generation, self._known)
-            num_tokens, verify_seconds = len(advance.token_ids), round_seconds - draft_seconds
+            voters.learn(plan, result, verification, draft_seconds, round_seconds, own_seconds)
+            self._counters.count(result.draft, verification, generation, self._known)
+            num_tokens, verify_seconds = len(verification.output_token_ids), round_seconds - draft_seconds
             self._counters.time(verification, num_tokens, draft_seconds, verify_seconds)
             self._busy_s += time.perf_counter() - began
 
@@ -264,29 +256,24 @@ class _Course:
     async def _commit_opening(self, verification: Verification) -> None:
         """The first token, or the first one after a move. It is no round."""
         delta = self._assembler.push(verification.output_token_ids)
-        self._generation.open(verification, delta.num_tokens_kept, delta.stopped)
+        verification = self._generation.open(verification, delta.num_tokens_kept, delta.stopped)
         self._voters.hear_inside(verification)
         await self._emit(verification, delta)
 
     async def _emit(self, verification: Verification, delta: TextDelta) -> None:
-        generation, kept = self._generation, delta.num_tokens_kept
+        """Of a verification as it was committed."""
         self._prefix.note(verification.top_candidates)
-        token_ids, text = verification.output_token_ids[:kept], delta.text
+        token_ids, text, finish = verification.output_token_ids, delta.text, verification.finish_reason
         stop_reason: str | int | None = delta.stop_reason
-        if generation.is_finished and not delta.stopped:
+        if finish is not None and not delta.stopped:
             text += self._assembler.flush()
-            stop_reason = self._stop_token(token_ids)
-        logprobs = verification.logprobs[:kept]
-        await self._spans.put(Span(token_ids, text, logprobs, generation.finish_reason, stop_reason))
+            # The id that ended the request, where it is one of the caller's own.
+            if finish is FinishReason.STOP and token_ids[-1] in self._generation.params.stop_token_ids:
+                stop_reason = token_ids[-1]
+        metrics = None if finish is None else self._summary()
+        await self._spans.put(GenerationChunk(text, token_ids, verification.logprobs, finish, stop_reason, metrics))
 
-    def _stop_token(self, token_ids: tuple[int, ...]) -> int | None:
-        """The id that ended the request, where it is one of the caller's own."""
-        generation = self._generation
-        if generation.finish_reason is not FinishReason.STOP or token_ids[-1] not in generation.params.stop_token_ids:
-            return None
-        return token_ids[-1]
-
-    def metrics(self) -> GenerationMetrics:
+    def _summary(self) -> GenerationMetrics:
         generation = self._generation
         return GenerationMetrics(
             num_prompt_tokens=len(generation.prompt_token_ids),
@@ -301,3 +288,68 @@ class _Course:
                 for drafter_id, count in generation.drafters.items()
             },
         )
+
+
+class _Spans:
+    """Spans between the rounds of one request and what reads them: bounded, and merged when the reader lags.
+
+    The rounds put, the reader takes everything that is there as one span. So a store or a client that is slow for a
+    moment costs no round, and one that stays slow pauses this request only. One writer, one reader, one event loop.
+    """
+
+    def __init__(self, max_spans: int) -> None:
+        self._max_spans = max_spans
+        self._spans: deque[GenerationChunk] = deque()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+
+    async def put(self, span: GenerationChunk) -> None:
+        """Waits while the reader is `max_spans` behind."""
+        while len(self._spans) >= self._max_spans:
+            self._writer = asyncio.get_running_loop().create_future()
+            try:
+                await self._writer
+            finally:
+                self._writer = None
+        self._spans.append(span)
+        # One turn later: the writer goes on to ask for the next round, whose questions are to be written first.
+        asyncio.get_running_loop().call_soon(_wake, self._reader)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing more comes; `error` is raised to the reader after the spans that are there."""
+        self._ended = True
+        self._error = error
+        _wake(self._reader)
+
+    async def take(self) -> GenerationChunk | None:
+        """All that is there as one span; None at the end. Raises the error it was ended with."""
+        while not self._spans and not self._ended:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        if not self._spans:
+            if self._error is not None:
+                raise self._error
+            return None
+        spans = list(self._spans)
+        self._spans.clear()
+        _wake(self._writer)
+        return spans[0] if len(spans) == 1 else _merged(spans)
+
+
+def _merged(spans: list[GenerationChunk]) -> GenerationChunk:
+    return replace(
+        spans[-1],
+        text="".join(span.text for span in spans),
+        token_ids=tuple(token for span in spans for token in span.token_ids),
+        logprobs=tuple(entry for span in spans for entry in span.logprobs),
+    )
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)

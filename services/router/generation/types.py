@@ -104,7 +104,10 @@ class TextAssembler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """A committed span. The last one has `finish_reason` and `metrics`; spans have no gap and no overlap."""
+    """A span of output tokens, with the text that they made safe to show, from the round that commits it to the reply.
+
+    The last one has `finish_reason` and `metrics`; spans have no gap and no overlap.
+    """
 
     text: str
     token_ids: tuple[int, ...]

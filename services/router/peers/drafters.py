@@ -94,7 +94,7 @@ class DraftSession:
         end = begin + num_tokens
         if len(path.token_ids) < end or list(path.token_ids[:begin]) != self._prefix.since(self._base_length):
             return None
-        return Proposal(path.drafter_id, path.token_ids[begin:end], path.confidences[begin:end])
+        return path.part(begin, end)
 
     def open(self) -> None:
         """Tell the replica the prefix, unless it knows one. Raises PeerLost, also when no message holds the prefix."""

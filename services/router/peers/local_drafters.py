@@ -94,7 +94,7 @@ class LocalDrafter:
             pool.malformed("failed", self._asked_at)
             return False
         box.expect(self)
-        box.cast(self, tuple(Proposal(self.drafter_id, chain.token_ids, chain.confidences) for chain in chains))
+        box.cast(self, tuple(Proposal(chain.token_ids, chain.confidences, self.drafter_id) for chain in chains))
         return True
 
     @property

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from moot.core.errors import (
+    MOVING,
     Draining,
     MootError,
     NoCapacity,
     OutOfMemory,
     PeerError,
-    PeerLost,
     PeerRefused,
     RequestPoisoned,
     UnknownSession,
+    row_of,
 )
 from moot.core.types import Draft, ModelInfo, Verification
 from moot.runtime.metrics import Metrics
@@ -79,7 +80,7 @@ class MovingTarget:
             try:
                 session.verify(draft, len(self._prefix), self._pool.policy.verify_timeout_s)
                 verification = await session.answer()
-            except (PeerError, UnknownSession, NoCapacity) as error:
+            except MOVING as error:
                 self._leave(error, was_computing=True)
                 if isinstance(error, OutOfMemory):
                     self._note_shortage(error)
@@ -138,7 +139,7 @@ class MovingTarget:
             session.link.end(session, aborted=True)
         self._release()
         policy = self._pool.policy
-        reason = _REASONS.get(type(error), "lost")
+        reason = row_of(type(error)).moves
         self._pool.metrics.request_moves.labels(reason).inc()
         if reason not in ("lost", "internal"):
             return
@@ -184,16 +185,6 @@ class MovingTarget:
         lock, self._probation = self._probation, None
         if lock is not None:
             lock.release()
-
-
-_REASONS: dict[type[MootError], str] = {
-    PeerLost: "lost",
-    PeerError: "internal",
-    UnknownSession: "unknown_session",
-    NoCapacity: "no_capacity",
-    OutOfMemory: "no_capacity",
-    Draining: "draining",
-}
 
 
 def numerics_of(link: VerifierLink) -> str:

@@ -23,12 +23,9 @@ import grpc.aio
 from moot.core.errors import (
     DeadlineExceeded,
     Draining,
-    InvalidRequest,
-    NoCapacity,
-    OutOfMemory,
+    MootError,
     PeerError,
     PeerLost,
-    RequestPoisoned,
     UnknownSession,
 )
 from moot.core.generation import is_path
@@ -148,23 +145,13 @@ class VerifierFacts:
         )
 
 
-_FAILURES: dict[int, Callable[[str], Exception]] = {
-    pb.SessionFailed.CODE_UNKNOWN_SESSION: UnknownSession,
-    pb.SessionFailed.CODE_INVALID: InvalidRequest,
-    pb.SessionFailed.CODE_POISONED: RequestPoisoned,
-    pb.SessionFailed.CODE_NO_CAPACITY: NoCapacity,
-    pb.SessionFailed.CODE_DRAINING: Draining,
-    pb.SessionFailed.CODE_NO_MEMORY: OutOfMemory,
-}
-
-
-def failure_of(failed: pb.SessionFailed, is_opening: bool) -> Exception:
+def failure_of(failed: pb.SessionFailed, is_opening: bool) -> MootError:
     """What a session is told whose verifier gave it up."""
-    make = _FAILURES.get(failed.code, PeerError)
-    if make is UnknownSession and is_opening:
+    error = convert.failed_from_pb(failed)
+    if isinstance(error, UnknownSession) and is_opening:
         # It cannot fail to know what it is being told: count it among the verifier's own faults.
-        make = PeerError
-    return make(failed.message or "the verifier gave the session up")
+        return PeerError(str(error))
+    return error
 
 
 def checked(verification: Verification, draft: Draft, vocab_size: int | None) -> Verification:
@@ -409,11 +396,11 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
             if session.waits_for(-1, answer.opened.base_length, self):
                 session.resolve(self._checked(convert.opened_from_pb(answer.opened), session))
         elif kind == "failed":
-            failed = answer.failed
-            if failed.code == pb.SessionFailed.CODE_DRAINING:
+            error = failure_of(answer.failed, session.is_opening)
+            if isinstance(error, Draining):
                 self._go_away()
             self.detach(session)
-            session.fail(failure_of(failed, session.is_opening))
+            session.fail(error)
         else:
             raise ValueError("an answer without content")
 

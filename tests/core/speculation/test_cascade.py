@@ -25,7 +25,7 @@ def test_the_share_is_the_best_expectation(confidences: list[list[int]], num_tok
     calibration = Calibration()
     for index, hit in enumerate(hits):
         calibration.of("d0").record(16 * (index % 16), index % 8, hit)
-    proposals = [Proposal(f"d{index % 2}", tuple(range(len(row))), tuple(row)) for index, row in enumerate(confidences)]
+    proposals = [Proposal(tuple(range(len(row))), tuple(row), f"d{index % 2}") for index, row in enumerate(confidences)]
     expected = 0.0
     for proposal in proposals:
         rates = [
@@ -50,10 +50,10 @@ def test_a_short_proposal_leaves_room_for_others() -> None:
         for depth in range(8):
             calibration.of("sure").record(255, depth, hit=True)
             calibration.of("plain").record(0, depth, hit=True)
-    assert 0.2 < expected_share([Proposal("sure", (1, 2), (255, 255))], calibration, 8) < 0.25
-    assert expected_share([Proposal("sure", (1,) * 8, (255,) * 8)], calibration, 8) > 0.9
-    assert expected_share([Proposal("plain", (1,) * 8)], calibration, 8) > 0.9
-    assert expected_share([Proposal("new", (1,) * 8, (255,) * 8)], calibration, 8) < 0.1
+    assert 0.2 < expected_share([Proposal((1, 2), (255, 255), "sure")], calibration, 8) < 0.25
+    assert expected_share([Proposal((1,) * 8, (255,) * 8, "sure")], calibration, 8) > 0.9
+    assert expected_share([Proposal((1,) * 8, drafter_id="plain")], calibration, 8) > 0.9
+    assert expected_share([Proposal((1,) * 8, (255,) * 8, "new")], calibration, 8) < 0.1
 
 
 def test_dear_is_a_part_of_the_round() -> None:
@@ -66,7 +66,7 @@ def test_dear_is_a_part_of_the_round() -> None:
 
 def test_without_a_cascade_nobody_is_dear_and_nothing_is_sure() -> None:
     """The default asks everybody, whatever is known; a cascade of 0 is sure as soon as anything was proposed or not."""
-    proposals = [Proposal("a", (1,) * 4, (255,) * 4)]
+    proposals = [Proposal((1,) * 4, (255,) * 4, "a")]
     for cascade, sure in ((ALWAYS_ASK, False), (0.01, True), (0.0, True)):
         policy = make_policy(SpeculationOptions(length="fixed", num_speculative_tokens=4, cascade=cascade)).open(["a"])
         plan = policy.plan(Generation((1,), SamplingParams(max_tokens=50)), 100)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moot.core.acceptance import walk
 from moot.core.errors import ConfigError
-from moot.core.generation import Advance, Generation
+from moot.core.generation import Generation
 from moot.core.speculation.length import LENGTHS, Load
 from moot.core.speculation.policy import Plan, PoolPolicy, RequestPolicy, SpeculationOptions, learn_ballot, make_policy
 from moot.core.types import Draft, FinishReason, Proposal, SamplingParams, Verification
@@ -33,7 +35,7 @@ class Script:
 
     def propose(self, position: int, k: int) -> Proposal:
         ids = tuple(target(position + i) if i < self.right else (target(position + i) + 1) % VOCAB for i in range(k))
-        return Proposal(self.drafter_id, ids, (self.confidence,) * k)
+        return Proposal(ids, (self.confidence,) * k, self.drafter_id)
 
 
 def one_round(
@@ -55,8 +57,8 @@ def one_round(
         batch_requests=requests,
         batch_tokens=requests * (1 + len(result.draft)),
     )
-    advance = state.advance(verification, result.draft, proposals, result.winner_ids)
-    policy.learn(plan, result, advance, verification, draft_seconds=0.0005)
+    verification = state.advance(verification, result.draft, proposals, result.winner_ids)
+    policy.learn(plan, result, verification, draft_seconds=0.0005)
     return k
 
 
@@ -182,7 +184,7 @@ def learned(token_ids: tuple[int, ...], *proposals: Proposal) -> tuple[Calibrati
 
 def test_a_token_counts_only_where_the_proposal_was_right_up_to_it() -> None:
     """(1, 9, 3) against the text 1 2 3: a hit, a miss, and nothing about the third although it is equal."""
-    calibration, _ = learned((1, 2, 3), Proposal("a", (1, 9, 3), (255, 128, 0)))
+    calibration, _ = learned((1, 2, 3), Proposal((1, 9, 3), (255, 128, 0), "a"))
     prior = Calibration().of("a").rate(0, 0)
     table = calibration.of("a")
     assert table.rate(255, 0) > prior > table.rate(128, 1)
@@ -191,7 +193,7 @@ def test_a_token_counts_only_where_the_proposal_was_right_up_to_it() -> None:
 
 def test_the_end_of_the_committed_text_is_not_a_miss() -> None:
     """(1, 2, 3) against the text 1 2: two hits, and the third is not known yet."""
-    calibration, _ = learned((1, 2), Proposal("a", (1, 2, 3), (255, 128, 0)))
+    calibration, _ = learned((1, 2), Proposal((1, 2, 3), (255, 128, 0), "a"))
     prior = Calibration().of("a").rate(0, 0)
     assert calibration.of("a").rate(128, 1) > prior
     assert calibration.of("a").rate(0, 2) == pytest.approx(prior)
@@ -200,7 +202,7 @@ def test_the_end_of_the_committed_text_is_not_a_miss() -> None:
 def test_losers_that_were_not_verified_teach_as_well() -> None:
     """The target's next token is known whether or not it was in the draft: the loser's hit counts."""
     calibration = Calibration()
-    proposals = [Proposal("a", (7,), (10,)), Proposal("b", (5,), (10,))]
+    proposals = [Proposal((7,), (10,), "a"), Proposal((5,), (10,), "b")]
     result = vote(proposals, {}, policy="calibrated", shape="chain", calibration=calibration)
     assert result.draft == Draft.chain((5,))
     learn_ballot(result, (7,), calibration, ShareAcceptance())
@@ -216,10 +218,10 @@ def test_a_gap_in_the_text_settles_open_gains() -> None:
             ["a", "b"]
         )
         plan = policy.plan(start(), CONTEXT)
-        result = policy.vote(plan, [Proposal("a", (1, 2, 3, 3)), Proposal("b", (1, 9))])
-        policy.learn(plan, result, Advance(4, (1, 2), 1, None), Verification(4, 1, (1, 2)), 0.0)
+        result = policy.vote(plan, [Proposal((1, 2, 3, 3), drafter_id="a"), Proposal((1, 9), drafter_id="b")])
+        policy.learn(plan, result, Verification(4, 1, (1, 2)), 0.0)
         nothing = policy.vote(plan, [])
-        policy.learn(plan, nothing, Advance(6 + gap, (3, 3), 0, None), Verification(6 + gap, 0, (3, 3)), 0.0)
+        policy.learn(plan, nothing, Verification(6 + gap, 0, (3, 3)), 0.0)
         return policy.weights["a"]
 
     assert weights_after(gap=0) > weights_after(gap=1) > 0.5
@@ -288,7 +290,7 @@ def test_one_family_votes_as_one() -> None:
         pool.calibration.of("b").record(128, 0, _ % 10 < 6)
         pool.calibration.of("c").record(128, 0, _ % 10 < 6)
     policy = pool.open(["a", "b", "c"])
-    proposals = [Proposal("a", (9,), (128,)), Proposal("b", (5,), (128,)), Proposal("c", (5,), (128,))]
+    proposals = [Proposal((9,), (128,), "a"), Proposal((5,), (128,), "b"), Proposal((5,), (128,), "c")]
     plan = policy.plan(start(), CONTEXT)
     assert policy.vote(plan, proposals).draft.token_ids == (5,)
     pool.admit("b", "twins")
@@ -305,8 +307,8 @@ def test_the_request_ends_inside_a_draft_by_a_stop_string() -> None:
     result = policy.vote(plan, [proposal])
     ids = tuple(target(state.base_length + i) for i in range(5))
     verification = Verification(state.base_length, 4, ids, forward_us=1000, batch_requests=1, batch_tokens=5)
-    advance = state.advance(verification, result.draft, [proposal], result.winner_ids, 2, stopped=True)
-    policy.learn(plan, result, advance, verification, 0.0)
+    verification = state.advance(verification, result.draft, [proposal], result.winner_ids, 2, stopped=True)
+    policy.learn(plan, result, verification, 0.0)
     policy.close()
     assert (state.num_accepted_tokens, state.finish_reason) == (2, FinishReason.STOP)
     table = pool.calibration.of("a")
@@ -321,8 +323,8 @@ def test_only_what_a_draft_adds_to_the_routers_work_counts() -> None:
     policy = pool.open(["a"])
     verification = Verification(4, 0, (1,), forward_us=10_000, batch_requests=1, batch_tokens=1)
     nothing = policy.vote(Plan(0, 0), [])
-    policy.learn(Plan(0, 0), nothing, Advance(4, (1,), 0, None), verification, 0.0, own_seconds=0.0003)
-    policy.learn(Plan(4, 8), nothing, Advance(5, (1,), 0, None), verification, 0.0, own_seconds=0.0007)
+    policy.learn(Plan(0, 0), nothing, verification, 0.0, own_seconds=0.0003)
+    policy.learn(Plan(4, 8), nothing, replace(verification, base_length=5), 0.0, own_seconds=0.0007)
     assert 0.0001 < pool.router_cost.seconds(4) < 0.0005
     assert pool.num_open == 1
     policy.close()

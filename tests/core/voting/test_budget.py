@@ -139,7 +139,7 @@ def test_a_request_learns_how_it_differs_from_the_others() -> None:
 def test_every_shape_is_cut_at_the_price(shape: str) -> None:
     """Rows so dear that only a first token pays: of a chain the tail goes, of a tree the branches as well; where rows
     cost nothing all of it is sent."""
-    proposals = [Proposal("a", (1, 2, 3), (128,) * 3), Proposal("b", (5, 6), (128,) * 2)]
+    proposals = [Proposal((1, 2, 3), (128,) * 3, "a"), Proposal((5, 6), (128,) * 2, "b")]
     sizes = []
     for row_s in (0.0, 0.012, 1.0):
         pool = make_policy(SpeculationOptions(shape=shape, num_speculative_tokens=4))

@@ -11,7 +11,7 @@ from moot.core.voting.calibration import Calibration, ShareAcceptance
 from moot.core.voting.tree import worth
 from moot.core.voting.voting import VoteResult, vote
 
-THREE = [Proposal("a", (1, 2, 3)), Proposal("b", (1, 5)), Proposal("c", (7, 8))]
+THREE = [Proposal((1, 2, 3), drafter_id="a"), Proposal((1, 5), drafter_id="b"), Proposal((7, 8), drafter_id="c")]
 WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
 
 
@@ -58,7 +58,7 @@ def test_tree_spends_its_budget_on_the_most_probable_nodes() -> None:
 )
 def test_a_smaller_budget_is_a_head_of_a_larger(raw: list[tuple[str, list[int]]], budget: int) -> None:
     """Cutting the order anywhere leaves a well-formed draft: what a budget buys never depends on a larger one."""
-    proposals = [Proposal(id_, tuple(ids), (128,) * len(ids)) for id_, ids in raw]
+    proposals = [Proposal(tuple(ids), (128,) * len(ids), id_) for id_, ids in raw]
 
     def run(limit: int) -> VoteResult:
         return vote(proposals, {}, policy="calibrated", shape="tree", max_draft_tokens=limit, calibration=Calibration())

@@ -17,7 +17,7 @@ DRAFTERS = ("a", "b", "c", "d")
 
 
 def proposal(drafter_id: str, *token_ids: int, confidence: int = 0) -> Proposal:
-    return Proposal(drafter_id, token_ids, (confidence,) * len(token_ids))
+    return Proposal(token_ids, (confidence,) * len(token_ids), drafter_id)
 
 
 def path_ids(result: VoteResult) -> tuple[int, ...]:
@@ -31,7 +31,7 @@ def ballots(draw: st.DrawFn) -> list[Proposal]:
     for drafter_id in draw(st.lists(st.sampled_from(DRAFTERS), unique=True)):
         for _ in range(draw(st.integers(1, 2))):
             ids = draw(st.lists(st.integers(0, 3), max_size=6))
-            proposals.append(Proposal(drafter_id, tuple(ids), tuple(draw(st.integers(0, 255)) for _ in ids)))
+            proposals.append(Proposal(tuple(ids), tuple(draw(st.integers(0, 255)) for _ in ids), drafter_id))
     return proposals
 
 
@@ -242,13 +242,13 @@ def test_one_drafters_two_chains_are_one_voter() -> None:
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (Proposal("a", ()), "empty"),
-        (Proposal("a", (1,) * 9, (0,) * 9), "too_long"),
-        (Proposal("a", (1, 100), (0, 0)), "vocabulary"),
-        (Proposal("a", (-1, 2), (0, 0)), "vocabulary"),
-        (Proposal("a", (1, 2), (0,)), "confidences"),
-        (Proposal("a", (1, 2), (0, 256)), "confidences"),
-        (Proposal("a", (1, 2), (-1, 0)), "confidences"),
+        (Proposal((), drafter_id="a"), "empty"),
+        (Proposal((1,) * 9, (0,) * 9, "a"), "too_long"),
+        (Proposal((1, 100), (0, 0), "a"), "vocabulary"),
+        (Proposal((-1, 2), (0, 0), "a"), "vocabulary"),
+        (Proposal((1, 2), (0,), "a"), "confidences"),
+        (Proposal((1, 2), (0, 256), "a"), "confidences"),
+        (Proposal((1, 2), (-1, 0), "a"), "confidences"),
     ],
 )
 def test_malformed_proposals_have_a_reason_of_a_closed_set(bad: Proposal, reason: str) -> None:
@@ -259,13 +259,13 @@ def test_malformed_proposals_have_a_reason_of_a_closed_set(bad: Proposal, reason
 
 def test_valid_proposals_have_no_reason() -> None:
     """The limits are inclusive: K ids, id vocab_size - 1, byte 255; confidences may be absent."""
-    assert validate_proposal(Proposal("a", (99,) * 8, (255,) * 8), 100, 8) is None
-    assert validate_proposal(Proposal("a", (0,)), 100, 8) is None
+    assert validate_proposal(Proposal((99,) * 8, (255,) * 8, "a"), 100, 8) is None
+    assert validate_proposal(Proposal((0,), drafter_id="a"), 100, 8) is None
 
 
 def test_abstaining_is_neither_for_nor_against() -> None:
     """C33: drafters with nothing to say are not counted as agreeing; nobody at all is no agreement, not a full one."""
-    empty = [Proposal("a", ()), Proposal("b", ()), Proposal("c", ())]
+    empty = [Proposal((), drafter_id="a"), Proposal((), drafter_id="b"), Proposal((), drafter_id="c")]
     for policy in POLICIES:
         silent = vote(empty, {}, policy=policy, calibration=Calibration())
         assert (silent.draft, silent.winners, silent.winner_ids, silent.agreement_ratio) == (Draft(), (), (), None)

@@ -15,7 +15,7 @@ EVEN = {"a": 1.0, "b": 1.0, "c": 1.0}
 
 
 def contest(k: int, committed: tuple[int, ...], **proposed: tuple[int, ...]) -> Contest:
-    return Contest(k, [Proposal(id_, ids) for id_, ids in proposed.items()], committed)
+    return Contest(k, [Proposal(ids, drafter_id=id_) for id_, ids in proposed.items()], committed)
 
 
 def test_hedge_multiplies_by_the_gain_of_the_own_proposal() -> None:
@@ -69,11 +69,17 @@ def test_ignoring_the_censoring_is_detected() -> None:
 def test_hedge_counts_a_drafters_best_chain_once() -> None:
     """Two chains of one drafter are one opinion each of which may be right: the better one is its gain."""
     one = Hedge(EVEN)
-    one.observe(Contest(2, [Proposal("a", (1, 2)), Proposal("b", (1, 9)), Proposal("c", (9,))], (1, 2)))
-    chains_of_a = [Proposal("a", (9, 9)), Proposal("a", (1, 2))]
+    one.observe(
+        Contest(
+            2,
+            [Proposal((1, 2), drafter_id="a"), Proposal((1, 9), drafter_id="b"), Proposal((9,), drafter_id="c")],
+            (1, 2),
+        )
+    )
+    chains_of_a = [Proposal((9, 9), drafter_id="a"), Proposal((1, 2), drafter_id="a")]
     for ordered in (chains_of_a, chains_of_a[::-1]):
         two = Hedge(EVEN)
-        two.observe(Contest(2, [*ordered, Proposal("b", (1, 9)), Proposal("c", (9,))], (1, 2)))
+        two.observe(Contest(2, [*ordered, Proposal((1, 9), drafter_id="b"), Proposal((9,), drafter_id="c")], (1, 2)))
         assert two.numbers == pytest.approx(one.numbers)
 
 
@@ -98,11 +104,11 @@ def test_open_rounds_end_with_the_request() -> None:
 def test_minions_moves_the_winner_only() -> None:
     """Above the threshold the winner is rewarded, below it punished; losers move by normalising alone."""
     minions = Minions(EVEN)
-    minions.observe(Contest(4, [Proposal("a", (1,)), Proposal("b", (2,))], (1, 2), ("a",), 4, 2))
+    minions.observe(Contest(4, [Proposal((1,), drafter_id="a"), Proposal((2,), drafter_id="b")], (1, 2), ("a",), 4, 2))
     rewarded = dict(minions.numbers)
     assert rewarded["a"] == pytest.approx(1.1 / 3.1)
     assert rewarded["b"] == pytest.approx(rewarded["c"])
-    minions.observe(Contest(4, [Proposal("a", (1,)), Proposal("b", (2,))], (9,), ("b",), 4, 1))
+    minions.observe(Contest(4, [Proposal((1,), drafter_id="a"), Proposal((2,), drafter_id="b")], (9,), ("b",), 4, 1))
     assert minions.numbers["b"] < rewarded["b"]
     assert minions.numbers["a"] / minions.numbers["c"] == pytest.approx(rewarded["a"] / rewarded["c"])
     before = dict(minions.numbers)
@@ -113,7 +119,7 @@ def test_minions_moves_the_winner_only() -> None:
 def test_uniform_never_moves() -> None:
     """Whatever happens, and from whatever start."""
     uniform = Uniform({"a": 5.0, "b": 1.0})
-    uniform.observe(Contest(2, [Proposal("a", (1, 2))], (1, 2), ("a",), 2, 2))
+    uniform.observe(Contest(2, [Proposal((1, 2), drafter_id="a")], (1, 2), ("a",), 2, 2))
     assert uniform.numbers == {"a": 0.5, "b": 0.5}
 
 
@@ -133,7 +139,9 @@ def test_weights_stay_a_distribution_with_a_floor(
     for proposed, committed in rounds:
         winners = sorted(proposed)[:1]
         weights.observe(
-            Contest(5, [Proposal(i, c) for i, c in proposed.items()], committed, winners, 5, len(committed) - 1)
+            Contest(
+                5, [Proposal(c, drafter_id=i) for i, c in proposed.items()], committed, winners, 5, len(committed) - 1
+            )
         )
         assert sum(weights.numbers.values()) == pytest.approx(1.0)
         assert min(weights.numbers.values()) >= 0.02 / 1.2

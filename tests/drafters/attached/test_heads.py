@@ -13,13 +13,13 @@ import torch
 
 from moot.core.errors import ConfigError
 from moot.core.history import History
-from moot.core.types import SamplingParams
+from moot.core.types import Proposal, SamplingParams
 from moot.drafters.attached.base import InsideAsk
 from moot.drafters.attached.head_steps import ByteProduct, FastSteps, PlainSteps, can_multiply, head_steps
 from moot.drafters.attached.heads import HeadsDrafter, target_rows
 from moot.drafters.attached.kinds import create_all_inside, create_inside
 from moot.drafters.attached.recurrent_head import RecurrentHead
-from moot.drafters.base import Chain, parse_entries
+from moot.drafters.base import parse_entries
 from moot.model.backend import plain_runner
 from moot.model.decoder.products import can_pack
 from moot.model.loading.load import load_model
@@ -135,7 +135,7 @@ def test_a_wide_ask_gets_chains_that_part_at_their_first_token(runner: ModelRunn
         assert all(len(chain.token_ids) == 4 or chain.token_ids[-1] == 258 for chain in chains)
 
 
-def lengths(answers: list[list[Chain]]) -> list[list[int]]:
+def lengths(answers: list[list[Proposal]]) -> list[list[int]]:
     return [[len(chain.token_ids) for chain in chains] for chains in answers]
 
 

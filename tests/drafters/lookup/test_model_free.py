@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moot.core.errors import ConfigError
-from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Chain, ProposerOptions
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Ask, ProposerOptions
 from moot.drafters.lookup.datastore import build
 from moot.drafters.lookup.ngram import NgramTable
 from moot.drafters.registry import MODEL_FREE_KINDS, create, known_kinds, load_kind
@@ -52,7 +52,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def proposals(kind: str, options: dict[str, object], prefix: list[int], num_tokens: int, width: int) -> list[Chain]:
+def proposals(kind: str, options: dict[str, object], prefix: list[int], num_tokens: int, width: int) -> list[Proposal]:
     proposer = create(kind, {"vocab_size": VOCAB, **options})
     return proposer.propose([Ask(proposer.open(prefix, PARAMS), num_tokens, width)])[0]
 

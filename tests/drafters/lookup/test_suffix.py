@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moot.core.errors import ConfigError
-from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Chain
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Ask
 from moot.drafters.lookup.datastore import DEPTH, Datastore, build
 from moot.drafters.lookup.suffix import SuffixAutomaton
 from moot.drafters.registry import create
@@ -31,7 +31,7 @@ def longest_match(tokens: list[int]) -> int:
     return max((n for n in range(1, len(tokens)) if earlier_ends(tokens, n)), default=0)
 
 
-def suffix_chains(tokens: list[int], num_tokens: int, width: int = 1, **options: object) -> list[Chain]:
+def suffix_chains(tokens: list[int], num_tokens: int, width: int = 1, **options: object) -> list[Proposal]:
     proposer = create("suffix", {"vocab_size": 100, **options})
     return proposer.propose([Ask(proposer.open(tokens, SamplingParams()), num_tokens, width)])[0]
 

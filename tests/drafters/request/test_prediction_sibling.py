@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moot.core.errors import ConfigError
-from moot.core.types import SamplingParams
-from moot.drafters.base import NO_MATERIAL, Ask, Chain, Material, Proposer
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import NO_MATERIAL, Ask, Material, Proposer
 from moot.drafters.registry import REQUEST_KINDS, create
 from moot.drafters.request.siblings import Siblings
 
@@ -158,7 +158,7 @@ class Choices:
     def say(self, index: int, *token_ids: int) -> None:
         self.proposer.extend(self.sessions[index], token_ids)
 
-    def ask(self, index: int, num_tokens: int = 4, width: int = 1) -> list[Chain]:
+    def ask(self, index: int, num_tokens: int = 4, width: int = 1) -> list[Proposal]:
         return self.proposer.propose([Ask(self.sessions[index], num_tokens, width)])[0]
 
     def ids(self, index: int, num_tokens: int = 4, width: int = 1) -> list[tuple[int, ...]]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from moot.core.options import make_config
-from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Chain, Proposer
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Ask, Proposer
 from moot.testing.proposer import ScriptedProposer
 from services.drafter.config import DrafterConfig
 from services.drafter.drafting import is_ahead_on
@@ -24,8 +24,8 @@ from tests.waiting import GIVE_UP_S, eventually
 VOCAB = ("vocab_size=257",)
 
 
-def chain(ids: Sequence[int]) -> Chain:
-    return Chain(tuple(ids), tuple(range(len(ids))))
+def chain(ids: Sequence[int]) -> Proposal:
+    return Proposal(tuple(ids), tuple(range(len(ids))))
 
 
 def ready(asked: Sequence[int], ahead: Sequence[int]) -> Path:
@@ -101,7 +101,7 @@ class Stepping(Proposer[Any]):
     ) -> None:
         session += token_ids
 
-    def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Proposal]]:
         self.steps.append([(ask.session[0], ask.is_ahead) for ask in asks])
         assert self.go.acquire(timeout=GIVE_UP_S)
         return [[chain([ask.session[0]] * ask.num_speculative_tokens)] for ask in asks]

@@ -16,8 +16,8 @@ import pytest
 import moot.runtime.faults
 from moot.core.errors import ConfigError
 from moot.core.options import make_config
-from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Chain, Proposer
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Ask, Proposer
 from moot.drafters.registry import create
 from moot.rpc.link import LinkConfig, open_channel
 from moot.testing.tiny_model import make_tiny_model
@@ -151,14 +151,15 @@ class Recording(Proposer[Any]):
     ) -> None:
         session += token_ids
 
-    def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Proposal]]:
         self.batches.append(len(asks))
         self.entered.set()
         assert self.release.wait(GIVE_UP_S)
         if self.fail:
             raise RuntimeError("a defect of this kind")
         return [
-            [Chain((ask.session[-1],) * ask.num_speculative_tokens, (1,) * ask.num_speculative_tokens)] for ask in asks
+            [Proposal((ask.session[-1],) * ask.num_speculative_tokens, (1,) * ask.num_speculative_tokens)]
+            for ask in asks
         ]
 
     def close(self, session: Any) -> None:
@@ -198,7 +199,7 @@ class Warming(Recording):
         assert self.pieces.acquire(timeout=GIVE_UP_S)
         return self.calls.count("warm") < 3
 
-    def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Proposal]]:
         self.calls.append("propose")
         return super().propose(asks)
 

@@ -11,30 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from moot.core.errors import (
-    DeadlineExceeded,
-    Draining,
-    InvalidRequest,
-    MootError,
-    NoCapacity,
-    OutOfMemory,
-    RequestPoisoned,
-    SessionError,
-    UnknownSession,
-)
+from moot.core.errors import DeadlineExceeded
 from moot.core.types import Draft, FinishReason, SamplingParams, TokenLogprobs, Verification
-from services.verifier.commands import Abort, Answer, Failed, FailureCode, Open, Verify
+from services.verifier.commands import Abort, Answer, Failed, Open, Verify
 from services.verifier.engine import Engine
-
-_ERRORS: dict[FailureCode, type[MootError]] = {
-    FailureCode.UNKNOWN_SESSION: UnknownSession,
-    FailureCode.INVALID: InvalidRequest,
-    FailureCode.POISONED: RequestPoisoned,
-    FailureCode.NO_CAPACITY: NoCapacity,
-    FailureCode.DRAINING: Draining,
-    FailureCode.INTERNAL: SessionError,
-    FailureCode.NO_MEMORY: OutOfMemory,
-}
 
 _session_ids = itertools.count(1)
 
@@ -124,7 +104,7 @@ class LocalSession:
         except queue.Empty:
             raise DeadlineExceeded(f"the engine did not answer within {self._timeout_s:g} s") from None
         if isinstance(answer, Failed):
-            raise _ERRORS[answer.code](answer.message)
+            raise answer.error(answer.message)
         self.length += len(answer.verification.output_token_ids)
         return answer.verification
 

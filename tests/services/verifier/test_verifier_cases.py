@@ -12,11 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from moot.core.errors import (
+    Draining,
+    InvalidRequest,
+    NoCapacity,
+    OutOfMemory,
+    PeerError,
+    RequestPoisoned,
+    UnknownSession,
+)
 from moot.core.types import ROOT, Draft, FinishReason, SamplingParams
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
 from moot.runtime import faults
-from services.verifier.commands import Abort, Answer, Failed, FailureCode, Finish, Open, Opened, Verified, Verify
+from services.verifier.commands import Abort, Answer, Failed, Finish, Open, Opened, Verified, Verify
 from services.verifier.engine import Engine
 from services.verifier.sessions import Work
 from tests.services.verifier.verifier_driver import MakeEngine, Result, Script, play, run
@@ -111,7 +120,7 @@ def test_c06_a_late_or_doubled_command_changes_nothing(make_engine: MakeEngine) 
     )
     assert [type(answer) for answer in answers] == [Opened, Verified, Verified, Failed]
     assert answers[1].verification.output_token_ids + answers[2].verification.output_token_ids == text[1:5]  # type: ignore[union-attr]
-    assert answers[3] == Failed(1, FailureCode.UNKNOWN_SESSION, "no such session: open it again", 3)
+    assert answers[3] == Failed(1, UnknownSession, "no such session: open it again", 3)
     dropped = engine.metrics.answers_dropped
     assert dropped.labels(role="router", reason="stale_round")._value.get() == 1
     assert dropped.labels(role="router", reason="doubled_open")._value.get() == 1
@@ -129,7 +138,7 @@ def test_c06_a_wrong_base_length_ends_that_session_only(make_engine: MakeEngine)
         Verify(2, 1, 2, Draft.chain(text[1:4])),
     )
     assert isinstance(answers[2], Failed)
-    assert (answers[2].session_id, answers[2].code) == (1, FailureCode.INVALID)
+    assert (answers[2].session_id, answers[2].error) == (1, InvalidRequest)
     assert isinstance(answers[3], Verified)
     assert answers[3].verification.num_accepted == 3
 
@@ -153,7 +162,7 @@ def test_c07_malformed_drafts_are_refused_and_harm_nobody(make_engine: MakeEngin
     engine = make_engine()
     answers = talk(engine, Open(1, "r", (5,), GREEDY), Verify(1, 1, 2, draft), Open(2, "s", (5,), GREEDY))
     assert isinstance(answers[1], Failed)
-    assert answers[1].code is FailureCode.INVALID
+    assert answers[1].error is InvalidRequest
     assert isinstance(answers[2], Opened)
     assert answers[2].verification.output_token_ids == answers[0].verification.output_token_ids  # type: ignore[union-attr]
 
@@ -215,7 +224,7 @@ def test_c11_the_context_limit_ends_the_text(make_engine: MakeEngine) -> None:
     assert drafted.output_token_ids == plain.output_token_ids
     refused = one(engine, list(range(21)), long)
     assert refused.failure is not None
-    assert refused.failure.code is FailureCode.INVALID
+    assert refused.failure.error is InvalidRequest
     assert "21 tokens" in refused.failure.message
     full = one(engine, list(range(20)), long)
     assert (full.output_token_ids, full.finish_reason) == ((), FinishReason.LENGTH)
@@ -316,7 +325,7 @@ def test_c19_absurd_parameters_are_refused(make_engine: MakeEngine, changes: dic
     engine = make_engine()
     bad = one(engine, [5], replace(GREEDY, **changes))  # type: ignore[arg-type]
     assert bad.failure is not None
-    assert bad.failure.code is FailureCode.INVALID
+    assert bad.failure.error is InvalidRequest
     assert len(one(engine, [5], GREEDY).output_token_ids) == 12
 
 
@@ -333,7 +342,7 @@ def test_c23_empty_and_foreign_prompts_are_refused(make_engine: MakeEngine, prom
     engine = make_engine()
     bad = one(engine, prompt, GREEDY)
     assert bad.failure is not None
-    assert bad.failure.code is FailureCode.INVALID
+    assert bad.failure.error is InvalidRequest
     assert len(one(engine, [5], GREEDY).output_token_ids) == 12
 
 
@@ -400,7 +409,7 @@ def test_a_poisoned_request_fails_alone(make_engine: MakeEngine, monkeypatch: py
     plays = [play([number], GREEDY, request_id="poison" if number == 2 else "good") for number in range(1, 5)]
     results = run(engine, plays)
     assert results[1].failure is not None
-    assert results[1].failure.code is FailureCode.POISONED
+    assert results[1].failure.error is RequestPoisoned
     for number in (0, 2, 3):
         assert results[number].output_token_ids == expected[number]
 
@@ -415,7 +424,7 @@ def test_a_request_that_breaks_the_forward_pass_fails_alone(
     plays = [play([number], GREEDY, request_id="bad" if number == 4 else "good") for number in range(1, 7)]
     results = run(engine, plays)
     assert results[3].failure is not None
-    assert results[3].failure.code is FailureCode.INTERNAL
+    assert results[3].failure.error is PeerError
     assert results[3].failure.message == "internal error (RuntimeError)"
     for number in (0, 1, 2, 4, 5):
         assert results[number].output_token_ids == expected[number]
@@ -465,7 +474,7 @@ def test_a_draft_without_memory_is_left_out(
     monkeypatch.setattr(faults, "_active", faults.parse_faults("verifier.forward=memory:0@tight"))
     results = run(engine, [play([5], params, request_id="tight"), play([6], params, lambda _: draft)])
     assert results[0].failure is not None
-    assert results[0].failure.code is FailureCode.NO_MEMORY
+    assert results[0].failure.error is OutOfMemory
     assert results[1].output_token_ids == expected[1]
 
 
@@ -475,7 +484,7 @@ def test_overload_is_refused_at_once(make_engine: MakeEngine) -> None:
     answers: list[Answer] = []
     stream = engine.connect(answers.extend)
     engine.submit(stream, [Open(1, "r", (5,) * 900, GREEDY), Open(2, "r", (5,) * 200, GREEDY)])
-    assert [(answer.session_id, answer.code) for answer in answers] == [(2, FailureCode.NO_CAPACITY)]  # type: ignore[union-attr]
+    assert [(answer.session_id, answer.error) for answer in answers] == [(2, NoCapacity)]  # type: ignore[union-attr]
     engine.submit(stream, [Open(number, "r", (5,), GREEDY) for number in (3, 4, 5)])
     assert [answer.session_id for answer in answers] == [2, 5]
     while engine.step():
@@ -499,7 +508,7 @@ def test_a_draining_engine_opens_nothing_and_finishes_what_runs(make_engine: Mak
     engine.drain()
     engine.submit(stream, [Open(2, "r", (5,), GREEDY), Verify(1, 1, 2, Draft())])
     engine.step()
-    assert answers[1] == Failed(2, FailureCode.DRAINING, "this verifier is going away")
+    assert answers[1] == Failed(2, Draining, "this verifier is going away")
     assert isinstance(answers[2], Verified)
     assert answers[2].verification.finish_reason is FinishReason.LENGTH
     engine.disconnect(stream)
@@ -516,7 +525,7 @@ def test_an_idle_session_is_freed_when_its_lease_is_over(make_engine: MakeEngine
         if len(answers) == 2:
             break
     assert isinstance(answers[1], Failed)
-    assert answers[1].code is FailureCode.UNKNOWN_SESSION
+    assert answers[1].error is UnknownSession
     assert engine.runner.pool.used_tokens == 0
     engine.disconnect(stream)
 

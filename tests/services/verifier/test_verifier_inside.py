@@ -16,7 +16,6 @@ from contrib.lookahead import LookaheadDrafter
 from moot.core.types import ROOT, Draft, Proposal, SamplingParams
 from moot.drafters.attached.base import NO_GUESSES, Guesses, InsideAsk, InsideDrafter
 from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
-from moot.drafters.base import Chain
 from moot.model.cache.base import depths_of
 from moot.model.inputs import SequenceInput
 from moot.v1 import verifier_service_pb2 as pb
@@ -49,12 +48,12 @@ class Scripted(InsideDrafter):
 
     kind = "scripted"
 
-    def __init__(self, say: Callable[[InsideAsk], list[Chain]], drafter_id: str = "scripted") -> None:
+    def __init__(self, say: Callable[[InsideAsk], list[Proposal]], drafter_id: str = "scripted") -> None:
         self.drafter_id = self.family = drafter_id
         self.say = say
         self.asked: list[list[InsideAsk]] = []
 
-    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Proposal]]:
         self.asked.append([replace(ask, token_ids=list(ask.token_ids)) for ask in asks])
         return [self.say(ask) for ask in asks]
 
@@ -150,7 +149,7 @@ class Guessing(Scripted):
     """Also feeds a tree of guesses, drawn anew for each step, and remembers it by session and length of the text."""
 
     def __init__(self) -> None:
-        super().__init__(lambda ask: [Chain((one, 62, one), (1, 2, 3)) for one in IDS[: ask.width]], "guessing")
+        super().__init__(lambda ask: [Proposal((one, 62, one), (1, 2, 3)) for one in IDS[: ask.width]], "guessing")
         self._draw = random.Random(4)
         self.fed: dict[tuple[int, int], Guesses] = {}
         self.ended: list[int] = []
@@ -238,7 +237,7 @@ def test_a_drafter_is_shown_the_state_behind_the_last_token(make_engine: MakeEng
     """After openings in chunks, chains and trees, whichever row the token came from: the state of a fresh pass over the
     whole text, bit by bit in deterministic mode."""
     engine = make_engine(**options, deterministic=True, prefill_chunk_tokens=8)
-    drafter = Scripted(lambda ask: [Chain((one, 62, one), (1, 2, 3)) for one in IDS[: ask.width]])
+    drafter = Scripted(lambda ask: [Proposal((one, 62, one), (1, 2, 3)) for one in IDS[: ask.width]])
     with_inside(engine, drafter)
     everything = [case for case in cases(16) if case.params.allowed_token_ids == frozenset(IDS)]
     results = run(engine, [play_inside(one, 5, ("scripted",)) for one in everything])
@@ -257,7 +256,7 @@ def test_a_drafter_is_shown_the_state_behind_the_last_token(make_engine: MakeEng
 def test_sessions_that_want_nothing_cost_nothing(make_engine: MakeEngine) -> None:
     """No K, no such drafter among those wanted, no room for a token that could be accepted: not even asked. Those that
     want something are asked together, once a step."""
-    drafter = Scripted(lambda ask: [Chain((5,), (9,))])
+    drafter = Scripted(lambda ask: [Proposal((5,), (9,))])
     engine = with_inside(make_engine(start=True), drafter)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     for wish in ({}, {"num_inside_tokens": 3}, {"num_inside_tokens": 3, "inside_drafter_ids": ("other",)}):
@@ -269,7 +268,7 @@ def test_sessions_that_want_nothing_cost_nothing(make_engine: MakeEngine) -> Non
     with LocalSession(
         engine, [1, 2, 3], params, inside_drafter_ids=("scripted",), num_inside_tokens=9, inside_width=99
     ) as session:
-        assert session.open().proposals == (Proposal("scripted", (5,), (9,)),)
+        assert session.open().proposals == (Proposal((5,), (9,), "scripted"),)
         assert [session.verify().proposals != () for _ in range(3)] == [True, False, False]
     # Of four tokens one is there, and the last is the target's own; then none is left.
     assert [(ask.num_tokens, ask.width) for asks in drafter.asked for ask in asks] == [(2, 16), (1, 16)]
@@ -280,13 +279,13 @@ def test_a_drafter_that_fails_ends_and_no_session_does(make_engine: MakeEngine) 
     errors = iter([torch.OutOfMemoryError("full"), KeyError("bad")])
     calls = Counter[str]()
 
-    def fail(ask: InsideAsk) -> list[Chain]:
+    def fail(ask: InsideAsk) -> list[Proposal]:
         calls["bad"] += 1
         if calls["bad"] > 12:
             raise next(errors)
-        return [Chain((7,), (1,))]
+        return [Proposal((7,), (1,))]
 
-    engine = with_inside(make_engine(), Scripted(fail, "bad"), Scripted(lambda ask: [Chain((8,), (1,))], "good"))
+    engine = with_inside(make_engine(), Scripted(fail, "bad"), Scripted(lambda ask: [Proposal((8,), (1,))], "good"))
     everything = cases(4)
     plain = run(make_engine(), [play(one.prompt, one.params) for one in everything])
     results = run(engine, [play_inside(one, 1, ("bad", "good")) for one in everything])

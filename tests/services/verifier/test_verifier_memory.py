@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moot.core.errors import NoCapacity, is_out_of_memory
+from moot.core.errors import NoCapacity, OutOfMemory, is_out_of_memory
 from moot.core.types import SamplingParams
 from moot.model.cache.contiguous import PAGE_SLOTS
 from moot.runtime import faults
-from services.verifier.commands import FailureCode
 from services.verifier.engine import Engine
 from tests.services.verifier.local_sessions import LocalSession
 from tests.services.verifier.verifier_driver import MakeEngine, Result, Script, play, run
@@ -72,7 +71,7 @@ def test_the_one_request_that_never_finds_memory_fails_alone(make_engine: MakeEn
     results = run(engine, plays)
     failure = results[5].failure
     assert failure is not None
-    assert failure.code is FailureCode.NO_MEMORY
+    assert failure.error is OutOfMemory
     assert texts(results[:5] + results[6:]) == expected[:5] + expected[6:]
     assert counted(engine, "request") == counted(engine, "prefix") == 1
     assert engine.runner.pool.used_tokens == 0
@@ -87,7 +86,7 @@ def test_a_cache_that_cannot_grow_fails_its_request_alone(make_engine: MakeEngin
     results = run(engine, [*(play(prompt_of(n), PARAMS[n]) for n in range(3)), play(prompt_of(3, 600), PARAMS[3])])
     assert texts(results[:3]) == expected
     assert results[3].failure is not None
-    assert results[3].failure.code is FailureCode.NO_MEMORY
+    assert results[3].failure.error is OutOfMemory
     assert engine.runner.pool.used_tokens == 0
 
 

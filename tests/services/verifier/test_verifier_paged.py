@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from moot.core.errors import RequestPoisoned
 from moot.core.options import make_config
 from moot.core.types import Draft, SamplingParams
 from moot.model.backend import plain_runner
 from moot.model.gpu.runner import GpuRunner
 from moot.model.loading.load import LoadedModel
 from moot.runtime import faults
-from services.verifier.commands import FailureCode
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
 from tests.services.verifier.verifier_driver import Suite, coverage, make_suite, play, run
@@ -100,5 +100,5 @@ def test_a_poisoned_row_ends_its_own_request(
     plays = [play([n], replace(params), request_id="bad" if n == 2 else "good") for n in range(1, 5)]
     results = run(make_paged(), plays)
     assert results[1].failure is not None
-    assert results[1].failure.code is FailureCode.POISONED
+    assert results[1].failure.error is RequestPoisoned
     assert [results[index].output_token_ids for index in (0, 2, 3)] == [expected[index] for index in (0, 2, 3)]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moot.core.errors import RequestPoisoned
 from moot.core.types import ROOT, Draft, SamplingParams
-from services.verifier.commands import FailureCode
 from tests.services.verifier.verifier_driver import MakeEngine, play, run
 
 POISON = 7
@@ -71,4 +71,4 @@ def test_a_text_that_is_poisoned_ends_with_and_without_drafts(make_poisoned: Mak
     for result in (plain, drafted):
         assert result.output_token_ids == (POISON,)
         assert result.failure is not None
-        assert result.failure.code is FailureCode.POISONED
+        assert result.failure.error is RequestPoisoned

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from moot.core.errors import InvalidRequest
 from moot.core.types import ROOT, Draft, FinishReason, SamplingParams, TokenLogprobs, Verification
-from services.verifier.commands import Abort, Answer, Command, Failed, FailureCode, Open, Opened, Verified, Verify
+from services.verifier.commands import Abort, Answer, Command, Failed, Open, Opened, Verified, Verify
 from services.verifier.engine import Engine
 
 MAX_STEPS = 20_000
@@ -62,7 +63,7 @@ def play(
         draft = Draft()
         while True:
             if isinstance(answer, Failed):
-                expected = mischief is not None and answer.code is FailureCode.INVALID
+                expected = mischief is not None and answer.error is InvalidRequest
                 if not expected:
                     result.failure = answer
                     return result

@@ -249,20 +249,22 @@ class CompletionReply:
         if not chunk.text and not chunk.logprobs and chunk.finish_reason is None and not new_ids:
             return None
         begin = choice.num_tokens - len(chunk.token_ids)
-        probs = self._logprobs(choice, begin, chunk) if chunk.logprobs else None
+        probs = self._logprobs(choice, begin, chunk.token_ids, chunk.logprobs) if chunk.logprobs else None
         last = ending(choice) if choice.finish_reason else {"finish_reason": None}
         if begin == 0:
             new_ids |= prompt_ids(choice)
         return {"index": choice.index, "text": chunk.text, "logprobs": probs} | last | new_ids
 
     def whole(self, choice: Choice) -> dict[str, Any]:
-        whole = GenerationChunk("", tuple(choice.token_ids), tuple(choice.logprobs))
-        probs = None if choice.request.params.logprobs is None else self._logprobs(choice, 0, whole)
+        wanted = choice.request.params.logprobs is not None
+        probs = self._logprobs(choice, 0, choice.token_ids, choice.logprobs) if wanted else None
         text = choice.prompt_text + "".join(choice.pieces)
         answer = {"index": choice.index, "text": text, "logprobs": probs}
         return answer | ending(choice) | ids(choice, choice.token_ids) | prompt_ids(choice)
 
-    def _logprobs(self, choice: Choice, begin: int, chunk: GenerationChunk) -> dict[str, Any]:
-        offsets = choice.text.offsets[begin : begin + len(chunk.token_ids)]
+    def _logprobs(
+        self, choice: Choice, begin: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
+        offsets = choice.text.offsets[begin : begin + len(token_ids)]
         num_top = choice.request.params.logprobs or 0
-        return completion(self._tokens, chunk.token_ids, chunk.logprobs, offsets, num_top)
+        return completion(self._tokens, token_ids, logprobs, offsets, num_top)

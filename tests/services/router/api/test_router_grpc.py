@@ -17,7 +17,7 @@ from moot.core import errors
 from moot.core.errors import NoCapacity
 from moot.core.noise import choice_seed
 from moot.core.types import SamplingParams
-from moot.rpc.interceptors import retry_after_s, status_of
+from moot.rpc.interceptors import status_of
 from moot.rpc.link import LinkConfig
 from moot.testing import (
     InProcessServer,
@@ -228,7 +228,7 @@ def test_every_error_is_of_one_class_on_both_fronts() -> None:
         )
         reply = describe(error)
         assert status_of(error) is _HTTP_CLASS[reply.status], cls
-        seconds = retry_after_s(error)
+        seconds = error.retry_after_s
         assert reply.headers.get("retry-after") == (None if seconds is None else str(math.ceil(seconds))), cls
 
 

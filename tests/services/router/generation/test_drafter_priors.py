@@ -34,7 +34,7 @@ def test_a_drafter_has_one_prior() -> None:
 def test_the_first_vote_follows_the_prior(vote: str) -> None:
     """Two drafters of which nothing else is known disagree: the heavier one's proposal is the draft, whichever it is.
     A prior of one that is not there changes nothing."""
-    proposals = [Proposal("a", (1, 2, 3)), Proposal("b", (4, 5, 6))]
+    proposals = [Proposal((1, 2, 3), drafter_id="a"), Proposal((4, 5, 6), drafter_id="b")]
     for heavy, first in (("a", 1), ("b", 4)):
         policy = make_policy(
             SpeculationOptions(vote=vote, shape="chain", length="fixed"), priors={heavy: 4.0, "nobody": 9.0}

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Chain, Proposer
+from moot.core.types import Proposal, SamplingParams
+from moot.drafters.base import Ask, Proposer
 from moot.drafters.registry import create
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier
 from services.router.peers.local_drafters import SLICE_TOKENS, LocalPool
@@ -96,8 +96,8 @@ class Counting(Proposer[list[int]]):
         self.longest_call = max(self.longest_call, len(token_ids))
         session.extend(token_ids)
 
-    def propose(self, asks: Sequence[Ask[list[int]]]) -> list[list[Chain]]:
-        return [[Chain(tuple(ask.session[-ask.num_speculative_tokens :]), ())] for ask in asks]
+    def propose(self, asks: Sequence[Ask[list[int]]]) -> list[list[Proposal]]:
+        return [[Proposal(tuple(ask.session[-ask.num_speculative_tokens :]), ())] for ask in asks]
 
 
 def test_a_long_prompt_is_told_in_slices() -> None:
@@ -130,11 +130,11 @@ class Failing(Counting):
         self.raises = raises
         self.num_calls = 0
 
-    def propose(self, asks: Sequence[Ask[list[int]]]) -> list[list[Chain]]:
+    def propose(self, asks: Sequence[Ask[list[int]]]) -> list[list[Proposal]]:
         self.num_calls += 1
         if self.raises:
             raise RuntimeError("a bug of this kind")
-        return [[Chain((10**6,), (1,))] for _ in asks]
+        return [[Proposal((10**6,), (1,))] for _ in asks]
 
 
 @pytest.mark.parametrize("raises", [True, False])

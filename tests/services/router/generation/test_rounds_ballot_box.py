@@ -26,7 +26,7 @@ class Voter:
 
 
 A, B, C = Voter("a"), Voter("b"), Voter("c")
-CHAIN = (Proposal("a", (1, 2), (9, 9)),)
+CHAIN = (Proposal((1, 2), (9, 9), "a"),)
 LONG = 3600.0
 
 

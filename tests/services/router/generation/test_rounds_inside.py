@@ -210,7 +210,7 @@ def test_a_probe_waits_for_drafters_that_have_not_been_asked() -> None:
             length = len(prefix)
             generation.output_token_ids.append(7)
             wished = prefix.inside.num_tokens
-            proposals = (Proposal("heads", (9,) * wished, (1,) * wished),) if wished else ()
+            proposals = (Proposal((9,) * wished, (1,) * wished, "heads"),) if wished else ()
             voters.hear_inside(Verification(length, 0, (7,), proposals=proposals))
             plan = voters.plan(generation, 100, 16)
             found = await voters.collect(voters.ask(plan), plan, 300)
