@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from moot.core.options import option
 from moot.core.types import ROOT, Proposal
-from moot.drafters.attached.base import NO_GUESSES, Guesses, InsideAsk, InsideDrafter
-from moot.drafters.attached.kinds import InsideKind
-from moot.drafters.base import ProposerOptions
+from moot.drafters.attached.attached_interface import NO_GUESSES, AttachedAsk, AttachedDrafter, Guesses
+from moot.drafters.attached.kinds import AttachedKind
+from moot.drafters.interface import DrafterOptions
 from moot.model.runner import ModelRunner
 
 _MOST_KEYS = 4096
@@ -27,7 +27,7 @@ _MOST_KEYS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookaheadOptions(ProposerOptions):
+class LookaheadOptions(DrafterOptions):
     window: int = option(
         4, help="places ahead that are guessed; each costs ngram - 1 rows of every step", minimum=1, maximum=32
     )
@@ -49,7 +49,7 @@ class _Session:
     num_fed: int = 0
 
 
-class LookaheadDrafter(InsideDrafter):
+class LookaheadDrafter(AttachedDrafter):
     kind = "lookahead"
     needs_rounds = True
 
@@ -76,7 +76,7 @@ class LookaheadDrafter(InsideDrafter):
         chain = [column - 1 if column else ROOT for column in range(columns)]
         return Guesses(tuple(ids), (*chain, *range(len(ids) - columns)))
 
-    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Proposal]]:
+    def propose(self, asks: Sequence[AttachedAsk]) -> list[list[Proposal]]:
         answers: list[list[Proposal]] = []
         for ask in asks:
             one = self._of(ask.session, ask.token_ids)
@@ -130,7 +130,7 @@ class LookaheadDrafter(InsideDrafter):
             level[:] = level[gone:] + level[:gone]
         one.length = length
 
-    def _chains(self, pool: Pool, ask: InsideAsk) -> list[Proposal]:
+    def _chains(self, pool: Pool, ask: AttachedAsk) -> list[Proposal]:
         ends = ask.params.ending_token_ids(self._ends)
         found: list[Proposal] = []
         firsts: set[int] = set()
@@ -155,4 +155,4 @@ def _best(pool: Pool, token_id: int) -> list[tuple[tuple[int, ...], int]]:
     return sorted(reversed(known.items()), key=lambda item: -item[1]) if known else []
 
 
-KIND = InsideKind("lookahead", LookaheadOptions, LookaheadDrafter)
+KIND = AttachedKind("lookahead", LookaheadOptions, LookaheadDrafter)

@@ -18,10 +18,10 @@ import torch
 from moot.core.errors import ConfigError
 from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.attached.base import ChainOptions, InsideAsk, InsideDrafter
-from moot.drafters.attached.kinds import InsideKind
-from moot.drafters.base import require
-from moot.model.cache.base import KvCache
+from moot.drafters.attached.attached_interface import AttachedAsk, AttachedDrafter, ChainOptions
+from moot.drafters.attached.kinds import AttachedKind
+from moot.drafters.interface import require
+from moot.model.cache.kv_cache import KvCache
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
 from moot.model.sampling.sampler import Sampler
@@ -41,7 +41,7 @@ class SelfOptions(ChainOptions):
 
 @dataclass(slots=True)
 class _Row:
-    ask: InsideAsk
+    ask: AttachedAsk
     cache: KvCache
     length: int
     goal: int
@@ -49,7 +49,7 @@ class _Row:
     confidences: list[int]
 
 
-class SelfDrafter(InsideDrafter):
+class SelfDrafter(AttachedDrafter):
     """Proposes one chain, whatever the width."""
 
     kind = "self"
@@ -69,7 +69,7 @@ class SelfDrafter(InsideDrafter):
         self._sampler = Sampler(runner.info.vocab_size, runner.info.end_token_ids)
 
     @torch.inference_mode()
-    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Proposal]]:
+    def propose(self, asks: Sequence[AttachedAsk]) -> list[list[Proposal]]:
         rows = [self._row(ask) for ask in asks]
         is_finite = True
         try:
@@ -85,7 +85,7 @@ class SelfDrafter(InsideDrafter):
                         row.cache.wipe()
         return [[Proposal(tuple(row.path), tuple(row.confidences))] if row.path else [] for row in rows]
 
-    def _row(self, ask: InsideAsk) -> _Row:
+    def _row(self, ask: AttachedAsk) -> _Row:
         if ask.cache is None:
             raise RuntimeError("the session's cache is needed")
         room = self._options.context_limit - len(ask.token_ids)
@@ -121,4 +121,4 @@ class SelfDrafter(InsideDrafter):
         return live, bool(logits.isfinite().all())
 
 
-KIND = InsideKind("self", SelfOptions, SelfDrafter)
+KIND = AttachedKind("self", SelfOptions, SelfDrafter)

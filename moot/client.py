@@ -52,7 +52,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """A streamed answer, filled while it arrives."""
 
     pieces: list[Piece] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Client:
             raise RequestFailed(f"the server at {self.url} serves no model")
         return names
 
-    def stream_chat(self, body: dict[str, Any], answer: Answer) -> Iterator[Piece]:
+    def stream_chat(self, body: dict[str, Any], answer: StreamedAnswer) -> Iterator[Piece]:
         """Post a chat request and yield what arrives, which is also kept in `answer`. Closing the iterator cancels it.
 
         Raises RequestFailed with the server's own sentence, also for a stream that breaks off.

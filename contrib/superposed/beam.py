@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moot.drafters.lookup.ngram import NgramTable
-from moot.drafters.neural.sessions import Drafted
+from moot.drafters.neural.neural_sessions import Drafted
 
 Likely = Mapping[int, tuple[float, float]]
 """By id: its share of the row, noise included where there is some, and its probability p without."""

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from contrib.superposed.drafting import MixedRows, SuperposedDrafting
+from contrib.superposed.superposed_rows import MixedRows, SuperposedDrafting
 from moot.core.errors import ConfigError
 from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.base import Ask, Kind
+from moot.drafters.interface import Ask, Kind
 from moot.drafters.lookup.ngram import NgramTable
-from moot.drafters.neural.draft_model import DraftModelOptions, DraftModelProposer, as_chain
-from moot.drafters.neural.sessions import NeuralSession
+from moot.drafters.neural.draft_model import DraftModelDrafter, DraftModelOptions, as_chain
+from moot.drafters.neural.neural_sessions import NeuralSession
 from moot.shipped import locate
 
 MOST_SEQUENCES = 16
@@ -45,7 +45,7 @@ class SuperposedOptions(DraftModelOptions):
     table_strength: float = option(0.5, help="occurrences of a context that make the table half sure", above=0)
 
 
-class SuperposedProposer(DraftModelProposer):
+class SuperposedDrafter(DraftModelDrafter):
     kind = "superposed"
 
     def __init__(self, options: SuperposedOptions) -> None:
@@ -85,4 +85,4 @@ class SuperposedProposer(DraftModelProposer):
         return answers
 
 
-KIND = Kind("superposed", SuperposedOptions, SuperposedProposer)
+KIND = Kind("superposed", SuperposedOptions, SuperposedDrafter)

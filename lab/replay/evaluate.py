@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 
 from lab.replay.folder import Recording
 from lab.replay.proposals import shortened
-from lab.replay.rounds import Clock, Played, Said, Setting, Waits, play
-from lab.replay.texts import TargetText
+from lab.replay.recorded_texts import TargetText
+from lab.replay.replayed_rounds import Clock, Played, Said, Setting, Waits, play
 from moot.core.errors import ConfigError
 from moot.core.options import option, option_of
-from moot.core.speculation.ballots import BallotPolicy
-from moot.core.speculation.panel import ALL
+from moot.core.speculation.ballots import CollectionPolicy
+from moot.core.speculation.drafter_selection import ALL
 from moot.core.speculation.policy import PoolPolicy, SpeculationOptions, make_policy
 from moot.core.types import Proposal
 from moot.drafters.registry import attached_kinds
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """Of some texts. `accepted_per_position[j]`: rounds whose j-th draft token (from 0) was accepted."""
 
     num_tokens: int
@@ -37,7 +37,7 @@ class Outcome:
     lengths: Mapping[int, int]
     seconds: float
     draft_seconds: float = 0.0
-    spared: Mapping[str, int] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)
     """Per drafter, rounds in which a cascade did not ask it."""
 
     @property
@@ -64,7 +64,7 @@ class Outcome:
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
 
-def outcome_of(played: Iterable[Played]) -> Outcome:
+def outcome_of(played: Iterable[Played]) -> ReplayOutcome:
     tokens = rounds = drafted = 0
     seconds = drafting = 0.0
     positions: list[int] = []
@@ -72,7 +72,7 @@ def outcome_of(played: Iterable[Played]) -> Outcome:
     proposed: Counter[str] = Counter()
     would: Counter[str] = Counter()
     lengths: Counter[int] = Counter()
-    spared: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     for one in played:
         generation = one.generation
         tokens += max(len(generation.output_token_ids) - 1, 0)
@@ -89,8 +89,8 @@ def outcome_of(played: Iterable[Played]) -> Outcome:
             would[drafter_id] += counted.num_accepted_tokens
         lengths.update(one.lengths)
         drafting += one.draft_seconds
-        spared.update(one.spared)
-    return Outcome(
+        skipped.update(one.skipped)
+    return ReplayOutcome(
         tokens,
         rounds,
         drafted,
@@ -101,11 +101,11 @@ def outcome_of(played: Iterable[Played]) -> Outcome:
         dict(lengths),
         seconds,
         drafting,
-        dict(spared),
+        dict(skipped),
     )
 
 
-def by_group(played: Sequence[Played]) -> dict[str, Outcome]:
+def by_group(played: Sequence[Played]) -> dict[str, ReplayOutcome]:
     """Per category, as tables call them, in the order of their names."""
     groups = sorted({one.text.group for one in played})
     return {group: outcome_of(one for one in played if one.text.group == group) for group in groups}
@@ -119,7 +119,7 @@ class Policies(SpeculationOptions):
     length: str = option_of(SpeculationOptions, "length", default="fixed")
     asks: str = ALL
     num_speculative_tokens: int = option_of(SpeculationOptions, "num_speculative_tokens", help="greatest K (or -k)")
-    width: int = option_of(BallotPolicy, "width", help="proposals that one drafter may make")
+    width: int = option_of(CollectionPolicy, "width", help="proposals that one drafter may make")
     drafter_ids: tuple[str, ...] = option(
         (), flag="drafters", help="ids of those that vote (none: all that were recorded)"
     )

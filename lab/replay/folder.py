@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.replay.proposals import ProposalRecord, load_record
-from lab.replay.texts import TargetText, load_texts
+from lab.replay.recorded_texts import TargetText, load_texts
 from moot.core.errors import ConfigError
 
 TEXTS = "texts.npz"

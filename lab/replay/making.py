@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lab.replay.folder import Meta, read_meta, write_meta
-from lab.replay.prompts import Prompt
+from lab.replay.recorded_texts import TargetText
 from lab.replay.recorder import NUM_ROWS, SAVE_EVERY_S, Progress, Say, TextFile
-from lab.replay.target import Answer, Target, encode
-from lab.replay.texts import TargetText
-from moot.client import Answer as StreamedAnswer
-from moot.client import AnswerOptions, Client
+from lab.replay.replay_prompts import Prompt
+from lab.replay.target import RecordedTarget, TargetAnswer, encode
+from moot.client import AnswerOptions, Client, StreamedAnswer
 from moot.core.errors import ConfigError, MootError
 from moot.core.noise import choice_seed
 from moot.core.options import option_of
@@ -36,7 +35,7 @@ class TextPlan:
     seed: int = 0
     num_candidates: int = 8
     dtype: str = option_of(ComputeOptions, "dtype")
-    deterministic: bool = True
+    batch_invariant: bool = True
 
     def params(self, number: int) -> SamplingParams:
         """As a router has them of such a request."""
@@ -57,7 +56,7 @@ def target_runner(plan: TextPlan, machine: Machine) -> ModelRunner:
     """What computes the target of a recording. Raises ModelRefused and ConfigError."""
     loaded = load_model(plan.model, machine.device, plan.dtype, num_threads=machine.num_threads)
     num_tokens = max(machine.num_rows, 1) * min(KV_TOKENS_PER_ROW, loaded.info.context_limit)
-    return choose_runner(loaded, num_tokens, plan.deterministic)
+    return choose_runner(loaded, num_tokens, plan.batch_invariant)
 
 
 def make_texts(
@@ -78,7 +77,7 @@ def make_texts(
         return known, file.texts
     rows = max(machine.num_rows, 1)
     runner = target_runner(plan, machine)
-    target = Target(runner, plan.num_candidates)
+    target = RecordedTarget(runner, plan.num_candidates)
     loaded, info = runner.loaded, runner.info
     origin = "the target, plain decoding" if served_by is None else "a server, looked at with the target"
     origin += f"; numerics {runner.numerics_fingerprint}"
@@ -122,9 +121,9 @@ def _served(
     plan: TextPlan,
     questions: Sequence[tuple[str, int]],
     asked: Sequence[tuple[tuple[int, ...], SamplingParams]],
-    target: Target,
+    target: RecordedTarget,
     step: Callable[[int], None],
-) -> Iterator[tuple[int, Answer]]:
+) -> Iterator[tuple[int, TargetAnswer]]:
     """Texts of a server, one by one. `questions`: (text, seed). Whether they are the target's is looked at."""
     model = client.models()[0]
     for index, ((question, seed), (ids, params)) in enumerate(zip(questions, asked, strict=True)):
@@ -144,9 +143,9 @@ def _served(
         if not output or found.finish_reason not in ("stop", "length"):
             raise MootError(f"the server sent no whole text with token ids for {question[:60]!r}")
         candidates, same = target.look(ids, output, params)
-        if same < len(output) and plan.deterministic:
+        if same < len(output) and plan.batch_invariant:
             raise ConfigError(
                 f"the server's text of {question[:60]!r} is not that of {plan.model}: they part at token {same}. "
-                "Give both the same --dtype and --deterministic, or say --deterministic off"
+                "Give both the same --dtype and --batch-invariant, or say --batch-invariant off"
             )
-        yield index, Answer(output, candidates, FinishReason(found.finish_reason))
+        yield index, TargetAnswer(output, candidates, FinishReason(found.finish_reason))

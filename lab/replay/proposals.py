@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from lab.replay.files import load_arrays, save_arrays
-from lab.replay.texts import TargetText
+from lab.replay.recorded_texts import TargetText
 from moot.core.errors import ConfigError
 from moot.core.types import Proposal
-from moot.drafters.base import Ask, Proposer
+from moot.drafters.interface import Ask, Drafter
 
 _FORMAT = 1
 
@@ -91,21 +91,21 @@ class ProposalRecord:
         return [told + asked for told, asked in zip(self.told_s[places], self.asked_s[places], strict=True)]
 
 
-def record_text(proposer: Proposer[Any], text: TargetText, record: ProposalRecord) -> None:
-    """Ask `proposer` at every place of `text`. Its session is told what it is told live, id by id, in this order."""
+def record_text(drafter: Drafter[Any], text: TargetText, record: ProposalRecord) -> None:
+    """Ask `drafter` at every place of `text`. Its session is told what it is told live, id by id, in this order."""
     facts, rows = record.facts, text.top_candidates
-    session = proposer.open(text.prompt_token_ids, text.params)
+    session = drafter.open(text.prompt_token_ids, text.params)
     try:
-        while proposer.warm(session):
+        while drafter.warm(session):
             pass
         for place in range(text.num_places):
             begin = time.perf_counter()
-            proposer.extend(session, text.output_token_ids[place : place + 1], rows[place : place + 1])
+            drafter.extend(session, text.output_token_ids[place : place + 1], rows[place : place + 1])
             told = time.perf_counter()
-            (chains,) = proposer.propose([Ask(session, facts.num_speculative_tokens, facts.width)])
+            (chains,) = drafter.propose([Ask(session, facts.num_speculative_tokens, facts.width)])
             record.add_place(chains, told - begin, time.perf_counter() - told)
     finally:
-        proposer.close(session)
+        drafter.close(session)
     record.end_text()
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from lab.replay.folder import TEXTS, drafter_path
 from lab.replay.proposals import DrafterFacts, ProposalRecord, load_record, record_text, save_record
-from lab.replay.texts import TargetText, load_texts, save_texts
+from lab.replay.recorded_texts import TargetText, load_texts, save_texts
 from moot.core.errors import ConfigError
-from moot.drafters.base import DrafterEntry
+from moot.drafters.interface import DrafterEntry
 from moot.drafters.registry import attached_kinds, create, load_kind
 from moot.shipped import locate
 
@@ -95,8 +95,8 @@ def record_drafter(
 ) -> ProposalRecord:
     """Ask a drafter at every place of every text, from where an interrupted recording of the same drafter ended.
 
-    `target`: gives the model that wrote the texts, for drafters that live inside the verifier. Raises ConfigError where
-    the folder holds another drafter of that name.
+    `target`: gives the model that wrote the texts, for drafters that are attached to the verifier. Raises ConfigError
+    where the folder holds another drafter of that name.
     """
     path = drafter_path(folder, entry.drafter_id)
     speaker = _speaker(entry, vocab_size, target)
@@ -139,16 +139,16 @@ def _speaker(entry: DrafterEntry, vocab_size: int, target: Callable[[], ModelRun
         proposer = create(entry.kind, {"vocab_size": vocab_size, **entry.options})
         return _Speaker(proposer.family, proposer.shares_sessions, partial(record_text, proposer))
     if target is None:
-        raise ConfigError(f"drafter {entry.drafter_id} lives inside the verifier: its target is needed")
+        raise ConfigError(f"drafter {entry.drafter_id} is attached to the verifier: its target is needed")
     # Brings torch, which the other kinds need not.
-    from lab.replay.attached import record_inside
-    from moot.drafters.attached.kinds import create_inside
+    from lab.replay.attached_recorder import record_attached
+    from moot.drafters.attached.kinds import create_attached
 
     runner = target()
-    drafter = create_inside(entry, runner)
+    drafter = create_attached(entry, runner)
     if drafter.needs_rounds:
         raise ConfigError(f"drafter {entry.drafter_id}: what kind {entry.kind} proposes depends on the rounds before")
-    return _Speaker(drafter.family, False, partial(record_inside, drafter, runner))
+    return _Speaker(drafter.family, False, partial(record_attached, drafter, runner))
 
 
 def _record(

@@ -12,7 +12,7 @@ from moot.core.acceptance import walk
 from moot.core.errors import InvalidRequest
 from moot.core.history import History
 from moot.core.types import Draft, FinishReason, SamplingParams
-from moot.model.cache.base import KvCache
+from moot.model.cache.kv_cache import KvCache
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
 from moot.model.sampling.sampler import Sampler, likeliest
@@ -22,7 +22,7 @@ CHUNK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TargetAnswer:
     output_token_ids: tuple[int, ...]
     top_candidates: tuple[tuple[int, ...], ...]
     finish_reason: FinishReason
@@ -43,8 +43,8 @@ class _Row:
     candidates: list[tuple[int, ...]] = field(default_factory=list)
 
 
-class Target:
-    """Texts of one loaded model. In deterministic mode they are what a verifier in deterministic mode says."""
+class RecordedTarget:
+    """Texts of one loaded model. In batch-invariant mode they are what a verifier in batch-invariant mode says."""
 
     def __init__(self, runner: ModelRunner, num_candidates: int) -> None:
         """`num_candidates`: likeliest ids to keep per place."""
@@ -54,7 +54,7 @@ class Target:
 
     def answers(
         self, asked: Sequence[tuple[Sequence[int], SamplingParams]], num_rows: int, on_token: Callable[[], None]
-    ) -> Iterator[tuple[int, Answer]]:
+    ) -> Iterator[tuple[int, TargetAnswer]]:
         """(index, answer) of each (prompt ids, parameters) as they end; `num_rows` of them at a time.
 
         `on_token` is called for each token made. Raises InvalidRequest for a prompt that leaves no room in the context.
@@ -73,7 +73,7 @@ class Target:
         ends = params.ending_token_ids(self._runner.info.end_token_ids)
         return _Row(index, self._runner.new_cache(), params, ends, list(prompt), History(prompt), len(prompt))
 
-    def _step(self, rows: list[_Row], on_token: Callable[[], None]) -> Iterator[tuple[int, Answer]]:
+    def _step(self, rows: list[_Row], on_token: Callable[[], None]) -> Iterator[tuple[int, TargetAnswer]]:
         """One token for every row whose prompt is read, and a part of the prompt for one that is not."""
         reading = next((row for row in rows if len(row.unread) > CHUNK_TOKENS), None)
         inputs: list[SequenceInput] = []
@@ -98,7 +98,7 @@ class Target:
                 rows.remove(row)
                 yield row.index, found
 
-    def _advance(self, row: _Row, logits: Tensor) -> Answer | None:
+    def _advance(self, row: _Row, logits: Tensor) -> TargetAnswer | None:
         room = min(row.params.max_tokens - len(row.output), self._runner.info.context_limit - row.length)
         walked = walk(
             Draft(),
@@ -113,7 +113,7 @@ class Target:
         row.unread = list(walked.output_token_ids)
         if walked.finish is None:
             return None
-        return Answer(tuple(row.output), tuple(row.candidates), walked.finish)
+        return TargetAnswer(tuple(row.output), tuple(row.candidates), walked.finish)
 
     def _likeliest(self, logits: Tensor) -> list[tuple[int, ...]]:
         if not self._num_candidates:
@@ -124,7 +124,7 @@ class Target:
         self, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
     ) -> tuple[tuple[tuple[int, ...], ...], int]:
         """The likeliest ids at every place of a text that is known, and at how many leading places this target says
-        the same: all of them, where the text is its own and deterministic mode holds on both sides."""
+        the same: all of them, where the text is its own and batch-invariant mode holds on both sides."""
         cache = self._runner.new_cache()
         ids = [*prompt, *output[:-1]]
         history = History(prompt)

@@ -224,13 +224,13 @@ class TextStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TrainingText:
     """The first shards of a store. Which ones decides what is learned, so it is counted, not all that is there."""
 
     shards: Sequence[Shard]
 
     @classmethod
-    def of(cls, store: TextStore, num_positions: int) -> Text:
+    def of(cls, store: TextStore, num_positions: int) -> TrainingText:
         """The first shards that have `num_positions` together. Raises ConfigError where there are not so many."""
         shards: list[Shard] = []
         total = 0
@@ -276,8 +276,8 @@ class Text:
     def written(self, held_out: bool = False) -> Iterator[list[int]]:
         """What the target wrote: answers and its own users' turns, each stretch one text."""
         for shard, row in self.rows(held_out):
-            inside = np.concatenate(([False], is_written(shard.roles[row]), [False]))
-            borders = np.flatnonzero(inside[1:] != inside[:-1])
+            attached = np.concatenate(([False], is_written(shard.roles[row]), [False]))
+            borders = np.flatnonzero(attached[1:] != attached[:-1])
             for first, end in zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True):
                 yield shard.token_ids[row, first:end].tolist()
 
@@ -301,7 +301,14 @@ class Starts:
     """
 
     def __init__(
-        self, text: Text, before: int, length: int, written: int, seed: int, within: bool, held_out: bool = False
+        self,
+        text: TrainingText,
+        before: int,
+        length: int,
+        written: int,
+        seed: int,
+        within: bool,
+        held_out: bool = False,
     ) -> None:
         self._text, self._before, self._length, self._seed = text, before, length, seed
         found = []

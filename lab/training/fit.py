@@ -49,7 +49,7 @@ _CHECKPOINT = ".checkpoint.pt"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FitPlan:
     """AdamW; the rate rises over `warmup` steps, at most a tenth of all, and falls as a half cosine to a hundredth."""
 
     steps: int
@@ -66,7 +66,7 @@ class Plan:
 def fit(
     module: nn.Module,
     loss_of: Callable[[int], Tensor],
-    plan: Plan,
+    plan: FitPlan,
     folder: Path,
     facts: Mapping[str, Any],
     until: float = float("inf"),

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import Function
 
-from lab.training.dataset import ANSWERS, GREEDY, SAMPLED, Text
+from lab.training.dataset import ANSWERS, GREEDY, SAMPLED, TrainingText
 from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, Proposer
+from moot.drafters.interface import Ask, Drafter
 
 LENGTHS = (4, 8)
 LONGEST = max(LENGTHS)
@@ -34,7 +34,7 @@ MOST_MEASURED = 24_000
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class TokenStream:
     """A row with its `right` [positions]: how many tokens of a chain proposed after position p are the ones that
     follow, at most LONGEST."""
 
@@ -44,14 +44,14 @@ class Stream:
 
 def runs(roles: NDArray[np.uint8], role: int) -> Iterator[tuple[int, int]]:
     """First position and end of each stretch of `role`, those at the row's begin left out: nothing is known before."""
-    inside = np.concatenate(([False], roles == role, [False]))
-    borders = np.flatnonzero(inside[1:] != inside[:-1])
+    attached = np.concatenate(([False], roles == role, [False]))
+    borders = np.flatnonzero(attached[1:] != attached[:-1])
     for first, end in zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True):
         if first >= 2:
             yield first, end
 
 
-def report(streams: Sequence[Stream]) -> dict[str, float]:
+def report(streams: Sequence[TokenStream]) -> dict[str, float]:
     """`tokens`, `agreement_1`..`agreement_4` (given that the tokens before it were right) and `length_4`, `length_8`
     (mean acceptance length, next token included) of greedy answers, and the same of sampled ones with `sampled_`."""
     result: dict[str, float] = {}
@@ -92,21 +92,21 @@ def from_single(matches: NDArray[np.bool_]) -> NDArray[np.int64]:
     return leading(np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[: len(matches)])
 
 
-def measure_kind(proposer: Proposer[Any], text: Text) -> dict[str, float]:
+def measure_kind(drafter: Drafter[Any], text: TrainingText) -> dict[str, float]:
     """As `acceptance.report` gives it, on the rows of `text` that nothing is learned from."""
-    streams: list[Stream] = []
+    streams: list[TokenStream] = []
     measured = 0
     for context, roles, _ in text.contexts():
         ids: list[int] = context.tolist()
         right = np.zeros(len(ids), np.int64)
-        session = proposer.open((), SamplingParams())
+        session = drafter.open((), SamplingParams())
         for position, token in enumerate(ids):
-            proposer.extend(session, [token])
+            drafter.extend(session, [token])
             if position + 1 < len(ids) and roles[position + 1] in ANSWERS:
-                (chains,) = proposer.propose([Ask(session, LONGEST)])
+                (chains,) = drafter.propose([Ask(session, LONGEST)])
                 right[position] = _num_right(chains[0].token_ids, ids[position + 1 :]) if chains else 0
-        proposer.close(session)
-        streams.append(Stream(roles, right))
+        drafter.close(session)
+        streams.append(TokenStream(roles, right))
         measured += int(np.isin(roles, ANSWERS).sum())
         if measured >= MOST_MEASURED:
             break

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moot.client import Answer, AnswerOptions, Client, ClientOptions, RequestFailed
+from moot.client import AnswerOptions, Client, ClientOptions, RequestFailed, StreamedAnswer
 from moot.config import load_config
 from moot.core.options import Options, option, option_of, part
 
@@ -97,9 +97,9 @@ def _body(config: ChatConfig, model: str, messages: list[dict[str, str]]) -> dic
     }
 
 
-def _ask(client: Client, body: dict[str, Any]) -> Answer | None:
+def _ask(client: Client, body: dict[str, Any]) -> StreamedAnswer | None:
     """Print the answer while it comes. None: it failed, and that has been said."""
-    answer = Answer()
+    answer = StreamedAnswer()
     try:
         for piece in client.stream_chat(body, answer):
             print(piece.text, end="", flush=True)

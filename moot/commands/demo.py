@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moot.client import Answer, AnswerOptions, Client, RequestFailed
+from moot.client import AnswerOptions, Client, RequestFailed, StreamedAnswer
 from moot.commands.common import say, table
 from moot.commands.measure import COMPARISON_HEADER, DRAFTER_HEADER, Comparison, Sample
-from moot.commands.system import System, SystemConfig, running, voters_of
+from moot.commands.system import System, SystemConfig, drafters_of, running
 from moot.config import load_config
 from moot.core.options import option, option_of
 
@@ -83,7 +83,7 @@ class Asker:
         self._config = config
         self.model = client.models()[0]
 
-    def ask(self, prompt: str, drafting: bool, show: bool = False) -> Answer:
+    def ask(self, prompt: str, drafting: bool, show: bool = False) -> StreamedAnswer:
         """Raises RequestFailed."""
         body: dict[str, Any] = {
             "model": self.model,
@@ -96,7 +96,7 @@ class Asker:
         asked = self._config.num_speculative_tokens if drafting else 0
         if asked is not None:
             body["num_speculative_tokens"] = asked
-        answer = Answer()
+        answer = StreamedAnswer()
         for piece in self._client.stream_chat(body, answer):
             if show:
                 print(piece.text, end="", flush=True)
@@ -128,7 +128,7 @@ def report(comparison: Comparison, model: str, config: DemoConfig) -> str:
         f"{model}, greedy, at most {config.max_tokens} tokens; decoding after the first token, "
         f"median (lowest-highest) of {config.repetitions}",
         f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; "
-        f"drafters: {', '.join(voters_of(config).drafter_ids)}",
+        f"drafters: {', '.join(drafters_of(config).drafter_ids)}",
         "",
         table(COMPARISON_HEADER, rows),
         "",

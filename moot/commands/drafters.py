@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
         example="moot drafters --url http://127.0.0.1:8000",
     )
     kinds = [[kind, "no" if kind in (*MODEL_FREE_KINDS, *REQUEST_KINDS) else "yes"] for kind in known_kinds()]
-    kinds += [[kind, "the target's, inside the verifier"] for kind in attached_kinds()]
+    kinds += [[kind, "the target's, attached to the verifier"] for kind in attached_kinds()]
     print(table(["kind", "needs a model"], kinds))
     print("\n" + table(["trained, by name"], [[PREFIX + name] for name in shipped_drafters()]))
     try:

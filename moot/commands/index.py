@@ -13,7 +13,7 @@ from moot.core.errors import ConfigError
 from moot.core.options import Options, option
 
 if TYPE_CHECKING:
-    from lab.training.dataset import Text, TextStore
+    from lab.training.dataset import TextStore, TrainingText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +53,18 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _read(folder: Path, positions: int | None) -> tuple[TextStore, Text]:
-    from lab.training.dataset import Text, TextStore
+def _read(folder: Path, positions: int | None) -> tuple[TextStore, TrainingText]:
+    from lab.training.dataset import TextStore, TrainingText
 
     store = TextStore(folder)
-    return store, Text.of(store, store.num_positions if positions is None else positions)
+    return store, TrainingText.of(store, store.num_positions if positions is None else positions)
 
 
-def _describe(config: IndexConfig, store: TextStore, text: Text, num_texts: int) -> None:
+def _describe(config: IndexConfig, store: TextStore, text: TrainingText, num_texts: int) -> None:
     """The card, with the acceptance of the drafter kind on rows that are not in the datastore."""
-    from lab.training.drafters import describe, text_facts
+    from lab.training.drafter_folder import describe, text_facts
     from lab.training.measure import measure_kind
-    from moot.drafters.base import MAX_VOCAB_SIZE
+    from moot.drafters.interface import MAX_VOCAB_SIZE
     from moot.drafters.lookup.datastore import Datastore
     from moot.drafters.registry import create
 

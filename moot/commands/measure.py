@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from moot.client import Answer
+from moot.client import StreamedAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Sample:
     drafters: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, prompt: str, drafting: bool, answer: Answer) -> Sample:
+    def of(cls, prompt: str, drafting: bool, answer: StreamedAnswer) -> Sample:
         """Raises ValueError for an answer without tokens."""
         if not answer.pieces:
             raise ValueError("the answer is empty")

@@ -9,21 +9,21 @@ from pathlib import Path
 
 from lab.replay.evaluate import Policies, Replay, by_group, outcome_of
 from lab.replay.folder import open_recording
-from lab.replay.prompts import read_prompts
 from lab.replay.recorder import NUM_ROWS, Asking, record_drafter
-from lab.replay.rounds import Clock
+from lab.replay.replay_prompts import read_prompts
+from lab.replay.replayed_rounds import Clock
 from moot.client import AnswerOptions, Client
 from moot.commands.common import DEFAULT_SEED, DEMO_MODEL, say, table
 from moot.commands.system import prepared_model
 from moot.config import load_config
 from moot.core.errors import ConfigError
 from moot.core.options import Options, option, option_of, part
-from moot.core.speculation.ballots import BallotPolicy
-from moot.core.speculation.panel import ALWAYS_ASK
+from moot.core.speculation.ballots import CollectionPolicy
+from moot.core.speculation.drafter_selection import ALWAYS_ASK
 from moot.core.speculation.policy import SpeculationOptions
-from moot.drafters.base import parse_entries
+from moot.drafters.interface import parse_entries
 from moot.model.compute import ComputeOptions
-from moot.simulation.costs import StepCost
+from moot.simulation.machine_costs import StepCost
 
 ACTIONS = ("record", "run")
 USAGE = f"""usage: moot replay {{{",".join(ACTIONS)}}} [FLAGS]
@@ -55,16 +55,16 @@ class RecordConfig(Options):
     num_speculative_tokens: int = option_of(
         SpeculationOptions, "num_speculative_tokens", help="tokens asked of every drafter", minimum=1, maximum=MOST
     )
-    width: int = option_of(BallotPolicy, "width", help="proposals asked of every drafter", minimum=1, maximum=MOST)
+    width: int = option_of(CollectionPolicy, "width", help="proposals asked of every drafter", minimum=1, maximum=MOST)
     max_tokens: int = option_of(AnswerOptions, "max_tokens")
     temperature: float = option(0.0, help="0: greedy", minimum=0)
     seed: int = option(DEFAULT_SEED, help="of the first prompt; the next ones follow")
     num_top_candidates: int = option_of(
-        BallotPolicy, "num_top_candidates", help="likeliest ids kept per place, for drafters that live from them"
+        CollectionPolicy, "num_top_candidates", help="likeliest ids kept per place, for drafters that live from them"
     )
     url: str | None = option(None, help="take the texts from this running server, which must serve the same target")
     api_key: str | None = option(None, help="sent to it as a bearer token")
-    deterministic: str = option("on", help="texts that depend on no batch, bit by bit", choices=("on", "off"))
+    batch_invariant: str = option("on", help="texts that depend on no batch, bit by bit", choices=("on", "off"))
     compute: ComputeOptions = part(ComputeOptions)
     num_rows: int = option(NUM_ROWS, help="texts made at a time", minimum=1)
 
@@ -114,14 +114,14 @@ def _record(argv: Sequence[str]) -> int:
         seed=config.seed,
         num_candidates=config.num_top_candidates,
         dtype=config.compute.dtype,
-        deterministic=config.deterministic == "on",
+        batch_invariant=config.batch_invariant == "on",
     )
     compute = config.compute
     machine = Machine(device=compute.device, num_threads=compute.num_threads or None, num_rows=config.num_rows)
     served_by = Client(config.url, config.api_key) if config.url else None
     meta, texts = make_texts(config.out, plan, machine, prompts, say, served_by)
     asking = Asking(config.num_speculative_tokens, config.width)
-    # For drafters that live inside the verifier: loaded when the first one needs it, once for all.
+    # For drafters that are attached to the verifier: loaded when the first one needs it, once for all.
     target = cache(lambda: target_runner(plan, machine))
     for entry in entries:
         record_drafter(config.out, entry, texts, meta.vocab_size, asking, say, target)
@@ -178,8 +178,8 @@ def report(replay: Replay, config: ReplayConfig) -> str:
         ]
         parts.append("bounds: " + ", ".join(bounds))
     if policies.cascade < ALWAYS_ASK:
-        spared = ", ".join(f"{id_} in {count} rounds" for id_, count in sorted(whole.spared.items()))
-        parts.append(f"not asked: {spared or 'nobody'}")
+        skipped = ", ".join(f"{id_} in {count} rounds" for id_, count in sorted(whole.skipped.items()))
+        parts.append(f"not asked: {skipped or 'nobody'}")
     if policies.length != "fixed":
         parts.append(f"mean K {whole.mean_length:.2f}, by the clock {whole.tokens_per_s:.1f} tokens/s")
     return "\n\n".join(parts)

@@ -13,12 +13,12 @@ from moot.config import load_config
 from moot.core.errors import ConfigError
 from moot.core.options import Options, option, option_of, part
 from moot.core.speculation.policy import SpeculationOptions
-from moot.simulation.costs import DraftTime, StepCost
-from moot.simulation.drafters import PoolPlan
+from moot.simulation.machine_costs import DraftTime, StepCost
 from moot.simulation.router_plan import RouterPlan
-from moot.simulation.texts import LoadClass, RandomTexts
-from moot.simulation.verifiers import VerifierPlan
-from moot.simulation.world import Course, Outcome, Scenario, World
+from moot.simulation.simulated_drafters import PoolPlan
+from moot.simulation.simulated_texts import LoadClass, RandomTexts
+from moot.simulation.simulated_verifiers import VerifierPlan
+from moot.simulation.world import Course, Scenario, SimulatedOutcome, World
 
 SAY_EVERY_S = 5.0
 BEHIND = 0.4
@@ -134,7 +134,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def simulate(config: SimulateConfig, concurrency: int) -> Outcome:
+def simulate(config: SimulateConfig, concurrency: int) -> SimulatedOutcome:
     texts = RandomTexts(config.classes(), [config.acceptance] * config.drafters, config.correlation, config.seed)
     told = time.monotonic()
 
@@ -147,7 +147,7 @@ def simulate(config: SimulateConfig, concurrency: int) -> Outcome:
     return World(config.scenario(concurrency), texts).run(progress)
 
 
-def row(config: SimulateConfig, concurrency: int, found: Outcome) -> list[str]:
+def row(config: SimulateConfig, concurrency: int, found: SimulatedOutcome) -> list[str]:
     return [
         str(concurrency),
         f"{found.tokens_per_s:,.0f}",

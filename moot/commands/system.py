@@ -19,16 +19,16 @@ from moot.commands.common import DEMO_MODEL, run_folder
 from moot.config import variable_of
 from moot.core.errors import ConfigError, DeadlineExceeded
 from moot.core.options import Options, flat_options, option, option_of
-from moot.core.speculation.ballots import BallotPolicy
+from moot.core.speculation.ballots import CollectionPolicy
 from moot.core.speculation.policy import SpeculationOptions
-from moot.drafters.base import DrafterEntry, parse_entries
+from moot.drafters.interface import DrafterEntry, parse_entries
 from moot.drafters.registry import MODEL_FREE_KINDS, attached_kinds
 from moot.model.compute import ComputeOptions
 from moot.runtime.process import ServiceOptions
 from moot.runtime.supervisor import Child, Say, Supervisor
 
 AUTO = "auto"
-DEMO_ELECTORATE = (
+DEMO_DRAFTER_SET = (
     "suffix:datastore=shipped@suffix-smollm2-135m",
     "prompt_lookup",
     "recycling",
@@ -36,12 +36,12 @@ DEMO_ELECTORATE = (
 )
 """The best found for the demo's target on two cores (docs/performance.md). Its heads know what none of these knows, and
 take a fifth of a round to say so: `heads:path=shipped@heads-smollm2-135m`."""
-ANY_ELECTORATE = ("suffix", "prompt_lookup", "recycling")
+ANY_DRAFTER_SET = ("suffix", "prompt_lookup", "recycling")
 """For a target that no drafter here was trained for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Electorate:
+class LocalDrafters:
     """`in_verifier`: kinds that look into the target; `in_router`: kinds without a model, whose work takes less than
     the way to another process and back (docs/decisions/0012-where-drafters-run.md); `processes`: the others."""
 
@@ -54,18 +54,18 @@ class Electorate:
         return tuple(entry.drafter_id for entry in (*self.in_router, *self.processes, *self.in_verifier))
 
 
-def electorate(drafters: Sequence[str], *, is_demo: bool, as_processes: bool) -> Electorate:
+def drafter_set(drafters: Sequence[str], *, is_demo: bool, as_processes: bool) -> LocalDrafters:
     """`drafters`: entries, or AUTO alone for the best that is known. `as_processes`: none in the router.
 
     Raises ConfigError naming --drafters and the bad entry.
     """
     if tuple(drafters) == (AUTO,):
-        drafters = DEMO_ELECTORATE if is_demo else ANY_ELECTORATE
+        drafters = DEMO_DRAFTER_SET if is_demo else ANY_DRAFTER_SET
     entries = parse_entries(drafters, "--drafters")
-    inside = [entry for entry in entries if entry.kind in attached_kinds()]
+    attached = [entry for entry in entries if entry.kind in attached_kinds()]
     light = [entry for entry in entries if entry.kind in MODEL_FREE_KINDS and not as_processes]
-    others = [entry for entry in entries if entry not in inside and entry not in light]
-    return Electorate(tuple(inside), tuple(light), tuple(others))
+    others = [entry for entry in entries if entry not in attached and entry not in light]
+    return LocalDrafters(tuple(attached), tuple(light), tuple(others))
 
 
 NO_STORE = "off"
@@ -86,7 +86,7 @@ class SystemConfig(Options):
     )
     drafter_processes: bool = option(False, help="every drafter as a process of its own, as its pods are on a cluster")
     shape: str = option_of(SpeculationOptions, "shape")
-    proposal_width: int = option_of(BallotPolicy, "width")
+    proposal_width: int = option_of(CollectionPolicy, "width")
     api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: everybody may call)")
     redis_url: str | None = option(
         None, help="Redis 7 or Valkey server for the requests' records; none: one is started; 'off': no records"
@@ -121,7 +121,7 @@ class System:
 @contextmanager
 def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
     """Start everything, wait until it serves, and end it on leaving. Raises MootError when a part does not start."""
-    voters = voters_of(config)
+    local_drafters = drafters_of(config)
     model = prepared_model(config.model, say)
     logs = run_folder(name)
     # Short: a Unix socket's path has little room.
@@ -130,7 +130,7 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
         Supervisor(logs, grace_s=config.stop_grace_s, say=say, own_variables=_variables(type(config))) as supervisor,
     ):
         say(f"starting the services (logs: {logs})")
-        flags = _verifier_flags(config, model, voters)
+        flags = _verifier_flags(config, model, local_drafters)
         verifier = supervisor.service("verifier", "verifier", flags, environ=_VERIFIER_ENV)
         drafters = tuple(
             supervisor.service(
@@ -140,7 +140,7 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
                 environ=_LIGHT_ENV,
                 essential=False,
             )
-            for entry in voters.processes
+            for entry in local_drafters.processes
         )
         store_url = config.redis_url
         waiting = [verifier, *drafters]
@@ -156,7 +156,7 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
                 )
             )
         supervisor.wait_ready(waiting, config.start_timeout_s)
-        flags = _router_flags(config, model, verifier, drafters, voters, store_url)
+        flags = _router_flags(config, model, verifier, drafters, local_drafters, store_url)
         # Not as a flag: every user of this machine may read the flags of a process.
         keys = {variable_of("api_key"): ",".join(config.api_key)}
         router = supervisor.service("router", "router", flags, environ=_LIGHT_ENV | keys)
@@ -164,7 +164,7 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
         url = f"http://{config.host}:{router.port}"
         client = Client(url, next(iter(config.api_key), None))
         _wait_serving(client, supervisor, config.start_timeout_s)
-        yield System(url, client, supervisor, router, drafters, verifier, logs, voters.drafter_ids)
+        yield System(url, client, supervisor, router, drafters, verifier, logs, local_drafters.drafter_ids)
 
 
 def _variables(config: type[SystemConfig]) -> list[str]:
@@ -206,19 +206,19 @@ _VERIFIER_ENV = {"TOKENIZERS_PARALLELISM": "false"}
 _LIGHT_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def voters_of(config: SystemConfig) -> Electorate:
+def drafters_of(config: SystemConfig) -> LocalDrafters:
     """Raises ConfigError."""
     is_demo = config.model == DEMO_MODEL
-    return electorate(config.drafters, is_demo=is_demo, as_processes=config.drafter_processes)
+    return drafter_set(config.drafters, is_demo=is_demo, as_processes=config.drafter_processes)
 
 
-def _verifier_flags(config: SystemConfig, model: Path | str, voters: Electorate) -> list[str]:
+def _verifier_flags(config: SystemConfig, model: Path | str, local_drafters: LocalDrafters) -> list[str]:
     threads = config.num_threads or os.cpu_count() or 1
     return [
         *("--model", str(model), "--num-threads", str(threads)),
         *("--host", LOOPBACK, "--port", "0", "--metrics-port", "0"),
         *("--device", config.device, "--dtype", config.dtype, "--log-level", config.log_level),
-        *("--drafters", ",".join(map(str, voters.in_verifier))),
+        *("--drafters", ",".join(map(str, local_drafters.in_verifier))),
     ]
 
 
@@ -237,7 +237,7 @@ def _router_flags(
     model: Path | str,
     verifier: Child,
     drafters: tuple[Child, ...],
-    voters: Electorate,
+    local_drafters: LocalDrafters,
     store_url: str,
 ) -> list[str]:
     name = config.served_model_name or Path(str(model)).name
@@ -248,7 +248,7 @@ def _router_flags(
             "--drafters",
             ",".join(f"{child.name.removeprefix('drafter-')}={LOOPBACK}:{child.port}" for child in drafters),
         ),
-        *("--in-process-drafters", ",".join(map(str, voters.in_router))),
+        *("--in-process-drafters", ",".join(map(str, local_drafters.in_router))),
         *("--shape", config.shape, "--proposal-width", str(config.proposal_width)),
         *("--redis-url", "none" if store_url == NO_STORE else store_url),
         *("--log-level", config.log_level),

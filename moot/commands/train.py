@@ -74,7 +74,7 @@ def _text(config: TrainConfig, folder: Path, until: float) -> TextStore | None:
     from lab.training.dataset import TextStore
     from lab.training.prompts import read_prompts
     from lab.training.teacher import product_dtype
-    from lab.training.text import TextMaker, TextSettings, make_text
+    from lab.training.text_making import TextMaker, TextSettings, make_text
     from moot.model.loading.load import choose_device, load_model
 
     prompts, refused = read_prompts(config.prompts) if config.prompts else ([], 0)
@@ -96,13 +96,13 @@ def _text(config: TrainConfig, folder: Path, until: float) -> TextStore | None:
 def _drafter(config: TrainConfig, out: Path, folder: Path, store: TextStore, until: float, command: str) -> None:
     import torch
 
-    from lab.training.dataset import Text
-    from lab.training.drafters import make_drafter, trainer
+    from lab.training.dataset import TrainingText
+    from lab.training.drafter_folder import make_drafter, trainer
     from lab.training.teacher import load_teacher
 
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    text = Text.of(store, config.positions)
+    text = TrainingText.of(store, config.positions)
     made = trainer(config.kind, config.size, config.seed, config.passes, load_teacher(folder, store), text)
     say(f"{config.kind} from {text.num_positions} positions: {json.dumps(made.facts)}")
     if make_drafter(made, store, out, command, until, say):

@@ -9,7 +9,7 @@ The rules, in the order in which they act at a step's boundary:
 4. Prefills share one chunk budget and take turns, so that a long prompt delays everybody else, other prompts
    included, by no more than one chunk.
 
-Where numbers do not depend on batch-mates (deterministic mode), none of this changes a bit.
+Where numbers do not depend on batch-mates (batch-invariant mode), none of this changes a bit.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Verification:
     `output_token_ids`: accepted tokens, then one next token of the target's own unless the request ended inside.
     `batch_prefill_tokens`: tokens of prompts among the step's `batch_tokens`.
     `top_candidates`: per output token, the target's most likely ids at that position (empty unless asked for).
-    `proposals`: for what follows, of drafters that live inside the verifier (empty unless asked for).
+    `proposals`: for what follows, of drafters that are attached to the verifier (empty unless asked for).
     """
 
     base_length: int

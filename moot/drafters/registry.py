@@ -2,7 +2,7 @@
 
 Other packages add kinds under the entry point group `moot.drafters`: the entry's name is the kind, its object a
 `Kind`. Attached kinds, which run in the verifier, are added under `moot.attached_drafters`: their object is an
-`InsideKind`. Built-in names go first.
+`AttachedKind`. Built-in names go first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from moot.core.errors import ConfigError
-from moot.drafters.base import Kind, Proposer, parse_options
+from moot.drafters.interface import Drafter, Kind, parse_options
 
 FoundT = TypeVar("FoundT")
 
@@ -41,53 +41,53 @@ def load_kind(kind: str) -> Kind[Any]:
     """Raises ConfigError naming the known kinds."""
     match kind:
         case "ngram":
-            from moot.drafters.lookup.ngram import NgramOptions, NgramProposer
+            from moot.drafters.lookup.ngram import NgramDrafter, NgramOptions
 
-            return Kind("ngram", NgramOptions, NgramProposer)
+            return Kind("ngram", NgramOptions, NgramDrafter)
         case "prompt_lookup":
-            from moot.drafters.lookup.prompt_lookup import PromptLookupOptions, PromptLookupProposer
+            from moot.drafters.lookup.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 
-            return Kind("prompt_lookup", PromptLookupOptions, PromptLookupProposer)
+            return Kind("prompt_lookup", PromptLookupOptions, PromptLookupDrafter)
         case "recycling":
-            from moot.drafters.lookup.recycling import RecyclingOptions, RecyclingProposer
+            from moot.drafters.lookup.recycling import RecyclingDrafter, RecyclingOptions
 
-            return Kind("recycling", RecyclingOptions, RecyclingProposer)
+            return Kind("recycling", RecyclingOptions, RecyclingDrafter)
         case "suffix":
-            from moot.drafters.lookup.suffix import SuffixOptions, SuffixProposer
+            from moot.drafters.lookup.suffix import SuffixDrafter, SuffixOptions
 
-            return Kind("suffix", SuffixOptions, SuffixProposer)
+            return Kind("suffix", SuffixOptions, SuffixDrafter)
         case "prediction":
-            from moot.drafters.request.prediction import PredictionOptions, PredictionProposer
+            from moot.drafters.request.prediction import PredictionDrafter, PredictionOptions
 
-            return Kind("prediction", PredictionOptions, PredictionProposer)
+            return Kind("prediction", PredictionOptions, PredictionDrafter)
         case "sibling":
-            from moot.drafters.request.sibling import SiblingOptions, SiblingProposer
+            from moot.drafters.request.sibling import SiblingDrafter, SiblingOptions
 
-            return Kind("sibling", SiblingOptions, SiblingProposer)
+            return Kind("sibling", SiblingOptions, SiblingDrafter)
         case "neural":
-            from moot.drafters.neural.neural import NeuralOptions, NeuralProposer
+            from moot.drafters.neural.neural import NeuralDrafter, NeuralOptions
 
-            return Kind("neural", NeuralOptions, lambda options: NeuralProposer(options, make_stage))
+            return Kind("neural", NeuralOptions, lambda options: NeuralDrafter(options, make_stage))
     if (found := installed(kind, ENTRY_POINT_GROUP, Kind)) is not None:
         return found
     raise ConfigError(f"unknown drafter kind {kind} (known: {', '.join(known_kinds())})")
 
 
-def create(kind: str, options: Mapping[str, object], fingerprint: str = "") -> Proposer[Any]:
-    """A proposer of `kind`. Values of `options` may be typed or text; `vocab_size` is an option of every kind.
+def create(kind: str, options: Mapping[str, object], fingerprint: str = "") -> Drafter[Any]:
+    """A drafter of `kind`. Values of `options` may be typed or text; `vocab_size` is an option of every kind.
 
     `fingerprint`: of the tokenizer whose ids it will be told; empty: not known. Raises ConfigError naming what is
     wrong: the kind, an unknown, missing or bad option, a file that cannot be read, or one of another tokenizer's ids.
     """
     spec = load_kind(kind)
-    proposer = spec.build(parse_options(spec.options, kind, options))
-    if fingerprint and proposer.tokenizer_fingerprint not in ("", fingerprint):
-        found = proposer.tokenizer_fingerprint
+    drafter = spec.build(parse_options(spec.options, kind, options))
+    if fingerprint and drafter.tokenizer_fingerprint not in ("", fingerprint):
+        found = drafter.tokenizer_fingerprint
         raise ConfigError(f"what drafter kind {kind} was given has tokenizer {found}, what is served has {fingerprint}")
-    return proposer
+    return drafter
 
 
-def make_stage(text: str, vocab_size: int, fingerprint: str) -> Proposer[Any]:
+def make_stage(text: str, vocab_size: int, fingerprint: str) -> Drafter[Any]:
     """What `kind[~option=value]...[+kind...]` names, the cheapest first.
 
     A kind that has stages itself is fed by all before it; of kinds without, the first that has something to say is
@@ -106,12 +106,12 @@ def make_stage(text: str, vocab_size: int, fingerprint: str) -> Proposer[Any]:
     takes_stages = any(field.name == "stages" for field in dataclasses.fields(load_kind(kind).options))
     if before and takes_stages:
         return create(kind, options | {"stages": before}, fingerprint)
-    proposer = create(kind, options, fingerprint)
+    drafter = create(kind, options, fingerprint)
     if not before:
-        return proposer
+        return drafter
     from moot.drafters.neural.stages import FirstOf
 
-    return FirstOf(make_stage(before, vocab_size, fingerprint), proposer)
+    return FirstOf(make_stage(before, vocab_size, fingerprint), drafter)
 
 
 def installed(kind: str, group: str, cls: type[FoundT]) -> FoundT | None:

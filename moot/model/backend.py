@@ -6,39 +6,39 @@ import logging
 
 from moot.core.errors import ModelRefused
 from moot.model.checks.selfcheck import check_passes, find_rules
-from moot.model.gpu.runner import GpuRunner
+from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.loading.load import LoadedModel
 from moot.model.runner import ModelRunner
 
 _log = logging.getLogger("moot.model")
 
 
-def choose_runner(loaded: LoadedModel, kv_capacity_tokens: int, deterministic: bool) -> ModelRunner:
+def choose_runner(loaded: LoadedModel, kv_capacity_tokens: int, batch_invariant: bool) -> ModelRunner:
     """On a GPU the paged runner, for the families that it has; else the one that drives transformers' own modules.
 
-    Raises ConfigError where deterministic mode is asked for and does not hold.
+    Raises ConfigError where batch-invariant mode is asked for and does not hold.
     """
-    runner = _choose(loaded, kv_capacity_tokens, deterministic)
+    runner = _choose(loaded, kv_capacity_tokens, batch_invariant)
     facts = {"model": loaded.info.model, "device": str(runner.device), "dtype": str(runner.dtype)}
     _log.info("model is ready to compute", extra={**facts, "computed_by": runner.way})
     return runner
 
 
-def _choose(loaded: LoadedModel, kv_capacity_tokens: int, deterministic: bool) -> ModelRunner:
+def _choose(loaded: LoadedModel, kv_capacity_tokens: int, batch_invariant: bool) -> ModelRunner:
     if loaded.kv_shape.device.type == "cuda":
         try:
-            return GpuRunner(loaded, kv_capacity_tokens, deterministic)
+            return GpuRunner(loaded, kv_capacity_tokens, batch_invariant)
         except ModelRefused as error:
             _log.warning("driven by its own modules: %s", error)
-    return plain_runner(loaded, kv_capacity_tokens, deterministic)
+    return plain_runner(loaded, kv_capacity_tokens, batch_invariant)
 
 
-def plain_runner(loaded: LoadedModel, kv_capacity_tokens: int, deterministic: bool) -> ModelRunner:
+def plain_runner(loaded: LoadedModel, kv_capacity_tokens: int, batch_invariant: bool) -> ModelRunner:
     """The runner that drives the model's own modules or its lean decoder, on whatever device.
 
-    Raises ConfigError where deterministic mode is asked for and a check shows that it does not hold here.
+    Raises ConfigError where batch-invariant mode is asked for and a check shows that it does not hold here.
     """
-    if not deterministic:
+    if not batch_invariant:
         return ModelRunner(loaded, kv_capacity_tokens)
     runner = ModelRunner(loaded, kv_capacity_tokens, find_rules(loaded))
     check_passes(runner)

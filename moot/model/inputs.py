@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from moot.core.errors import ContextLengthExceeded
 from moot.core.types import ROOT
-from moot.model.cache.base import KvCache, depths_of
+from moot.model.cache.kv_cache import KvCache, depths_of
 
 CacheT = TypeVar("CacheT", bound=KvCache)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moot.model.cache.base import Pending, is_chain, paths
 from moot.model.cache.contiguous import SPAN_SLOTS, SequenceCache, round_up
+from moot.model.cache.kv_cache import Pending, is_chain, paths
 from moot.model.rows import RowRules
 
 STEP_ARGUMENT = "moot_step"

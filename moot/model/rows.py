@@ -1,7 +1,7 @@
 """Numbers that do not depend on the company they keep.
 
 A matrix product may round a row differently depending on how many rows share the call and where the row lies among
-them: BLAS libraries have other kernels for few rows and for remainders. In deterministic mode every product runs in
+them: BLAS libraries have other kernels for few rows and for remainders. In batch-invariant mode every product runs in
 tiles of at most 32 rows (a decoder's of more, where that holds), padded to row counts that are equal bit by bit;
 attention runs in tiles of at most 32 query rows of one request, padded likewise, over a KV length that is a multiple of
 256. What holds depends on the machine: `selfcheck` picks the cheapest that does, or refuses the mode.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moot.core.types import ModelInfo
-from moot.model.cache.base import KvCache
 from moot.model.cache.contiguous import KvPool, SequenceCache
+from moot.model.cache.kv_cache import KvCache
 from moot.model.inputs import SequenceInput, check_inputs
 from moot.model.layout import STEP_ARGUMENT, Segment, Step, num_step_rows, plan_segment
 from moot.model.loading.load import LoadedModel
@@ -78,8 +78,8 @@ class ModelRunner:
     """Drives a loaded model. Not thread-safe: one compute thread calls it.
 
     `rules`: paddings under which rows round alike on this machine, as `moot.model.backend` finds and checks them. With
-    them (deterministic mode) the logits of a token depend on the tokens before it and on nothing else, bit by bit: not
-    on chunks, batch-mates, trees around it or where the cache came from. Without, rows round as they come.
+    them (batch-invariant mode) the logits of a token depend on the tokens before it and on nothing else, bit by bit:
+    not on chunks, batch-mates, trees around it or where the cache came from. Without, rows round as they come.
     """
 
     def __init__(self, loaded: LoadedModel, kv_capacity_tokens: int, rules: RowRules | None = None) -> None:
@@ -87,7 +87,7 @@ class ModelRunner:
         self.info: ModelInfo = loaded.info
         self.dtype, self.device = loaded.kv_shape.dtype, loaded.kv_shape.device
         self.pool = KvPool(loaded.kv_shape, kv_capacity_tokens)
-        self.deterministic = rules is not None
+        self.batch_invariant = rules is not None
         self._states = States(loaded)
         natural = NATURAL if loaded.decoder is None else loaded.decoder.natural_rules
         self.rules: RowRules = natural if rules is None else rules

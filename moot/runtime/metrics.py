@@ -295,7 +295,9 @@ class Metrics(Definitions):
         self.drafters_left_out = self._gauge(
             "drafters_left_out", "1 while rounds ask this drafter only to try it, and why.", "drafter", "reason"
         )
-        self.asks_spared = self._counter("asks_spared", "Questions that dear drafters were spared by a sure cheap one.")
+        self.drafter_calls_skipped = self._counter(
+            "drafter_calls_skipped", "Drafter calls skipped because a cheap drafter was confident."
+        )
         self.speculation_length = self._tally("speculation_length", "Tokens asked of the drafters: K.", COUNT_BUCKETS)
         self.speculation_length_changes = self._counter(
             "speculation_length_changes", "Rounds of a request that asked for another K than its round before."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moot.core.options import part
-from moot.core.speculation.ballots import BallotPolicy
+from moot.core.speculation.ballots import CollectionPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class RouterPlan:
     ask_s: float = 0.0
     behind_s: float = 0.00015
     network_s: float = 0.0002
-    ballots: BallotPolicy = part(BallotPolicy)
+    tries: CollectionPolicy = part(CollectionPolicy)
     detect_s: float = 0.01
     """From the loss of a peer to the moment at which its requests go on elsewhere."""
     beside_s: tuple[float, ...] = ()

@@ -8,12 +8,12 @@ from functools import partial
 
 from moot.core.options import Options, option, part
 from moot.core.speculation.policy import PoolPolicy, SpeculationOptions, make_policy
-from moot.simulation.drafters import DrafterPool, DraftSession, PoolPlan
 from moot.simulation.events import Cores, Server, Timeline
-from moot.simulation.requests import Request
 from moot.simulation.router_plan import Counts, RouterPlan
-from moot.simulation.texts import Texts
-from moot.simulation.verifiers import Verifier, VerifierPlan
+from moot.simulation.simulated_drafters import PoolPlan, SimulatedDrafterPool, SimulatedDraftSession
+from moot.simulation.simulated_requests import Request
+from moot.simulation.simulated_texts import Texts
+from moot.simulation.simulated_verifiers import Verifier, VerifierPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Scenario(Course):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedOutcome:
     """`tokens_per_s` of the installation; utilisations are parts of the time, drafters' without drafting ahead;
     `draft_ms`: from asking to the vote, mean of the rounds that drafted; `over_time`: (seconds, tokens/s) of each
     slice, warm-up included."""
@@ -98,7 +98,8 @@ class World:
         self._beside = [Server(self._timeline, self._cores) for _ in scenario.router.beside_s]
         self.policies = list(policies) or [make_pool_policy(scenario) for _ in self._routers]
         self._pools = [
-            DrafterPool(self._timeline, plan, number, self._cores) for number, plan in enumerate(scenario.pools)
+            SimulatedDrafterPool(self._timeline, plan, number, self._cores)
+            for number, plan in enumerate(scenario.pools)
         ]
         self._verifiers = [
             Verifier(self._timeline, scenario.verifier, self._cores, seed) for seed in range(scenario.num_verifiers)
@@ -109,7 +110,7 @@ class World:
         self._next_router = 0
         self._last_end = 0.0
 
-    def run(self, progress: Callable[[float], None] = lambda part: None) -> Outcome:
+    def run(self, progress: Callable[[float], None] = lambda part: None) -> SimulatedOutcome:
         """`progress` is told the part of the simulated time that is over."""
         scenario, timeline = self.scenario, self._timeline
         for index in range(len(self._verifiers)):
@@ -179,7 +180,7 @@ class World:
     def _fail(self) -> None:
         scenario = self.scenario
         for number, pool in enumerate(self._pools):
-            lost: set[DraftSession] = set()
+            lost: set[SimulatedDraftSession] = set()
             for replica in pool.replicas[: round(scenario.failed_drafters * len(pool.replicas))]:
                 lost.update(replica.die())
             for running in self._running:
@@ -213,14 +214,14 @@ class World:
         elapsed: float,
         base: tuple[float, float, float, int, int, int, int, int],
         over_time: tuple[tuple[float, float], ...],
-    ) -> Outcome:
+    ) -> SimulatedOutcome:
         counts = self._counts
         router, verifier, drafter = (now - then for now, then in zip(self._busy()[:3], base[:3], strict=True))
         steps, rows, verified, asks, ahead = (now - then for now, then in zip(self._busy()[3:], base[3:], strict=True))
         rounds = max(counts.rounds, 1)
         asked = max(sum(counts.lengths.values()), 1)
         replicas = sum(plan.replicas for plan in self.scenario.pools)
-        return Outcome(
+        return SimulatedOutcome(
             tokens_per_s=counts.tokens / elapsed,
             tokens_per_round=1 + counts.accepted / rounds,
             nodes_per_round=counts.drafted / rounds,

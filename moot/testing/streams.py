@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
 from moot.rpc.link import STREAM_ERRORS, FrameQueue
-from moot.testing.server import InProcessServer
+from moot.testing.in_process_server import InProcessServer
 
 SessionT = TypeVar("SessionT")
 AnswerT = TypeVar("AnswerT")
@@ -18,7 +18,7 @@ ResponseT = TypeVar("ResponseT")
 
 
 @dataclass(slots=True, eq=False)
-class PeerStream(Generic[SessionT, AnswerT]):
+class ScriptedPeerStream(Generic[SessionT, AnswerT]):
     answers: FrameQueue[AnswerT] = field(default_factory=FrameQueue)
     sessions: dict[int, SessionT] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -33,7 +33,7 @@ class ScriptedPeer(Generic[SessionT, CommandT, AnswerT]):
     def __init__(self, server: InProcessServer) -> None:
         self.counts: Counter[str] = Counter()
         self._server = server
-        self._streams: set[PeerStream[SessionT, AnswerT]] = set()
+        self._streams: set[ScriptedPeerStream[SessionT, AnswerT]] = set()
 
     @property
     def address(self) -> str:
@@ -60,15 +60,15 @@ class ScriptedPeer(Generic[SessionT, CommandT, AnswerT]):
     async def __aexit__(self, *exc_info: object) -> None:
         await self.kill()
 
-    def take(self, stream: PeerStream[SessionT, AnswerT], command: CommandT) -> None:
+    def take(self, stream: ScriptedPeerStream[SessionT, AnswerT], command: CommandT) -> None:
         """One command off the wire."""
         raise NotImplementedError
 
-    def enter(self, stream: PeerStream[SessionT, AnswerT]) -> None:
+    def enter(self, stream: ScriptedPeerStream[SessionT, AnswerT]) -> None:
         self._streams.add(stream)
         self.counts["streams"] += 1
 
-    def leave(self, stream: PeerStream[SessionT, AnswerT]) -> None:
+    def leave(self, stream: ScriptedPeerStream[SessionT, AnswerT]) -> None:
         self._streams.discard(stream)
         stream.sessions.clear()
         stream.answers.close()
@@ -79,7 +79,7 @@ class ScriptedPeer(Generic[SessionT, CommandT, AnswerT]):
         self, request_iterator: AsyncIterator[Any], response: Callable[[Sequence[AnswerT]], ResponseT]
     ) -> AsyncIterator[ResponseT]:
         """One stream from its beginning to its end; `response` makes a frame of answers."""
-        stream: PeerStream[SessionT, AnswerT] = PeerStream()
+        stream: ScriptedPeerStream[SessionT, AnswerT] = ScriptedPeerStream()
         self.enter(stream)
 
         async def read() -> None:

@@ -26,13 +26,13 @@ from typing import Any
 
 from moot.core.errors import is_out_of_memory
 from moot.core.types import Proposal
-from moot.drafters.base import Ask, Proposer
+from moot.drafters.interface import Ask, Drafter
 from moot.runtime import tracing
 from moot.runtime.faults import fault, fault_delay_s
 from moot.runtime.metrics import Metrics
-from services.drafter.commands import Ahead, Answer, Propose, Proposed, Stream
 from services.drafter.config import DrafterConfig
-from services.drafter.sessions import Session, SessionTable, Settled
+from services.drafter.drafter_commands import Ahead, Answer, Propose, Proposed, Stream
+from services.drafter.drafter_sessions import DrafterSession, SessionTable, Settled
 
 POINT = "drafter.propose"
 FORMS = ("range", "long", "empty", "confidences")
@@ -69,7 +69,7 @@ def corrupted(chains: list[Proposal], ask: Propose, request_id: str, vocab_size:
     return [Proposal((0,) * length, (255,) * (length - 1))]
 
 
-class Outbox:
+class AnswerQueue:
     """Not thread-safe: the engine's thread only."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ ahead ride along in the steps of those that are asked."""
 
 
 def is_ahead_on(mode: str, device: str) -> bool:
-    """Whether to draft ahead. `mode`: auto, on or off; `device`: the proposer's.
+    """Whether to draft ahead. `mode`: auto, on or off; `device`: the drafter's.
 
     auto: on for a device, which no CPU verifier can want, and where this process is pinned to fewer cores than the
     machine has: somebody has given it cores. Else drafter and verifier may share cores, and the verifier, which holds
@@ -114,31 +114,31 @@ class Drafting:
 
     def __init__(
         self,
-        proposer: Proposer[Any],
+        drafter: Drafter[Any],
         config: DrafterConfig,
         metrics: Metrics,
         vocab_size: int,
-        outbox: Outbox,
+        answer_queue: AnswerQueue,
         clock: Callable[[], float],
         stopping: threading.Event,
     ) -> None:
-        self.table = SessionTable(proposer, config.max_num_seqs, self.settle)
-        self._proposer = proposer
+        self.table = SessionTable(drafter, config.max_num_seqs, self.settle)
+        self._drafter = drafter
         self._config = config
         self._metrics = metrics
         self._vocab_size = vocab_size
-        self._outbox = outbox
+        self._answer_queue = answer_queue
         self._clock = clock
         self._stopping = stopping
-        self._is_ahead_on = proposer.is_stepwise and is_ahead_on(config.draft_ahead, proposer.device)
-        if proposer.is_stepwise:
+        self._is_ahead_on = drafter.is_stepwise and is_ahead_on(config.draft_ahead, drafter.device)
+        if drafter.is_stepwise:
             _log.info("draft ahead: %s", "on" if self._is_ahead_on else "off")
 
     def settle(self, settled: Settled) -> None:
         self._metrics.draft_ahead_used_tokens.inc(settled.num_used)
         self._metrics.draft_ahead_dropped_tokens.inc(settled.num_dropped)
 
-    def begin(self, session: Session) -> None:
+    def begin(self, session: DrafterSession) -> None:
         """Its ask has just come: answer it if what it wants is there, else let it wait for its batch."""
         ask = self._bounded(session)
         wanted = ask.num_speculative_tokens
@@ -152,7 +152,7 @@ class Drafting:
             self.settle(session.path.clear())
         self.table.waiting[id(session)] = session
 
-    def go_on(self, session: Session) -> None:
+    def go_on(self, session: DrafterSession) -> None:
         """Its ask has been answered out of what it was told ahead: draft ahead of that."""
         assert session.asked is not None
         session.ask = None
@@ -182,18 +182,18 @@ class Drafting:
         if is_out_of_memory(error):
             # Its frames hold what had been allocated.
             error.__traceback__ = None
-            _log.warning("no memory to draft", extra={"kind": self._proposer.kind, "num_sessions": len(sessions)})
+            _log.warning("no memory to draft", extra={"kind": self._drafter.kind, "num_sessions": len(sessions)})
             self._metrics.asks_dropped.labels("memory").inc(len(sessions))
         else:
-            _log.error("the proposer failed", exc_info=error, extra={"kind": self._proposer.kind})
+            _log.error("the drafter failed", exc_info=error, extra={"kind": self._drafter.kind})
             self._metrics.asks_dropped.labels("failed").inc(len(sessions))
         for stream, session_id in sessions:
             self.table.close(stream, session_id)
 
-    def _next_asked(self) -> list[Session]:
+    def _next_asked(self) -> list[DrafterSession]:
         """Who has waited longest, as many as a batch holds; asks whose time is over are dropped."""
         now = self._clock()
-        batch: list[Session] = []
+        batch: list[DrafterSession] = []
         for session in list(self.table.waiting.values()):
             assert session.ask is not None
             if session.ask.expires_at is not None and now > session.ask.expires_at:
@@ -204,14 +204,14 @@ class Drafting:
                 batch.append(session)
         return batch
 
-    def _draft_for(self, batch: Sequence[Session]) -> None:
+    def _draft_for(self, batch: Sequence[DrafterSession]) -> None:
         new = [session for session in batch if session.ask is not None and not session.ask.started_ns]
         if wait_s := delay_s([session.request_id for session in new]):
             self._stopping.wait(wait_s)
         for session in new:
             if session.ask is not None:
                 session.ask.started_ns = time.monotonic_ns()
-        stepwise = [session for session in batch if self._proposer.is_stepwise and self._bounded(session).width == 1]
+        stepwise = [session for session in batch if self._drafter.is_stepwise and self._bounded(session).width == 1]
         whole = [session for session in batch if session not in stepwise]
         if whole:
             found = self._propose(whole, [self._bounded(session) for session in whole])
@@ -222,22 +222,22 @@ class Drafting:
         if ready := [session for session in stepwise if session.is_warm]:
             self._advance(ready, self._wanting_more(min(FLAT_ROWS, self._config.max_batch) - len(ready)))
 
-    def _wanting_more(self, room: int) -> list[Session]:
+    def _wanting_more(self, room: int) -> list[DrafterSession]:
         """Sessions to draft ahead for, those asked longest ago first: their next ask is the nearest."""
         if not self._is_ahead_on or room <= 0:
             return []
         return [session for session in self.table if session.ask is None and session.path.wants_more][:room]
 
-    def _warm(self, session: Session) -> None:
+    def _warm(self, session: DrafterSession) -> None:
         try:
-            session.is_warm = not self._proposer.warm(session.held)
+            session.is_warm = not self._drafter.warm(session.held)
         except Exception as error:  # noqa: BLE001 - as in _propose
             asked = session.ask is not None
             self.fail(error, [(session.stream, session.session_id)])
             if asked:
                 self._answer(session, [])
 
-    def _advance(self, asked: Sequence[Session], ahead: Sequence[Session]) -> None:
+    def _advance(self, asked: Sequence[DrafterSession], ahead: Sequence[DrafterSession]) -> None:
         """One more token for each."""
         goals = [self._bounded(session).num_speculative_tokens for session in asked]
         asks = [Ask(session.held, min(len(session.path) + 1, goal)) for session, goal in zip(asked, goals, strict=True)]
@@ -255,38 +255,38 @@ class Drafting:
             else:
                 session.path.goal = 0
 
-    def _bounded(self, session: Session) -> Ask[Any]:
+    def _bounded(self, session: DrafterSession) -> Ask[Any]:
         assert session.ask is not None
         command = session.ask.command
         num_tokens = min(command.num_speculative_tokens, self._config.max_speculative_tokens)
         return Ask(session.held, num_tokens, min(command.width, self._config.max_width))
 
-    def _propose(self, sessions: Sequence[Session], asks: Sequence[Ask[Any]]) -> list[list[Proposal]]:
+    def _propose(self, sessions: Sequence[DrafterSession], asks: Sequence[Ask[Any]]) -> list[list[Proposal]]:
         """Empty for all where the kind fails: its defect ends the sessions it met, not the service."""
         num_ahead = sum(ask.is_ahead for ask in asks)
         with tracing.span("draft", num_asked=len(asks) - num_ahead, num_ahead=num_ahead):
             try:
                 shortage(len(asks))
-                return self._proposer.propose(asks)
+                return self._drafter.propose(asks)
             except Exception as error:  # noqa: BLE001 - see above
                 self.fail(error, [(session.stream, session.session_id) for session in sessions])
                 return [[] for _ in asks]
 
-    def _answer_from_path(self, session: Session) -> None:
+    def _answer_from_path(self, session: DrafterSession) -> None:
         wanted = self._bounded(session).num_speculative_tokens
         head = session.path.head(wanted)
         session.path.goal = _goal(wanted) if head.token_ids else 0
         self._answer(session, [head] if head.token_ids else [])
 
-    def _tell_ahead(self, session: Session) -> None:
+    def _tell_ahead(self, session: DrafterSession) -> None:
         """Spare the next question its way here and back, where the text has gone along the path so far."""
         asked = session.asked
         if asked is None or not (asked.takes_ahead and session.is_followed and asked.width == 1):
             return
         (path,) = corrupted([session.path.chain], asked, session.request_id, self._vocab_size)
-        self._outbox.put(session.stream, Ahead(asked.session_id, asked.round_index, asked.base_length, path))
+        self._answer_queue.put(session.stream, Ahead(asked.session_id, asked.round_index, asked.base_length, path))
 
-    def _answer(self, session: Session, chains: list[Proposal]) -> None:
+    def _answer(self, session: DrafterSession, chains: list[Proposal]) -> None:
         assert session.ask is not None
         ask, session.ask = session.ask, None
         self.table.waiting.pop(id(session), None)
@@ -296,7 +296,7 @@ class Drafting:
         command = ask.command
         chains = corrupted(chains, command, session.request_id, self._vocab_size)
         answer = Proposed(command.session_id, command.round_index, command.base_length, tuple(chains), drafted_ns)
-        self._outbox.put(session.stream, answer)
+        self._answer_queue.put(session.stream, answer)
 
 
 def _goal(num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Wiring of a drafter: what its config names becomes a proposer, an engine and a server."""
+"""Wiring of a drafter: what its config names becomes a drafter, an engine and a server."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from moot.core.errors import ConfigError
 from moot.core.types import ModelInfo
-from moot.drafters.base import Proposer
+from moot.drafters.interface import Drafter
 from moot.drafters.registry import REQUEST_KINDS, create, load_kind
-from moot.rpc.server import GrpcServer, run_until_terminated
+from moot.rpc.grpc_server import GrpcServer, run_until_terminated
 from moot.rpc.tls import open_tls
 from moot.runtime.metrics import Metrics
 from moot.runtime.worker import WorkerThread
@@ -19,14 +19,14 @@ from moot.shipped import locate
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from moot.v1.drafter_service_pb2_grpc import add_DrafterServiceServicer_to_server
 from services.drafter.config import DrafterConfig
-from services.drafter.engine import DrafterEngine
+from services.drafter.drafter_engine import DrafterEngine
 from services.drafter.servicer import DrafterServicer, description_to_pb
 
 SERVICE = "moot.v1.DrafterService"
 
 
-def make_proposer(config: DrafterConfig) -> tuple[Proposer[Any], ModelInfo]:
-    """The proposer and what Describe says of it. Raises ConfigError or ModelRefused naming what is wrong.
+def make_drafter_kind(config: DrafterConfig) -> tuple[Drafter[Any], ModelInfo]:
+    """The drafter and what Describe says of it. Raises ConfigError or ModelRefused naming what is wrong.
 
     A kind without a model takes vocabulary and fingerprint from `tokenizer` (or the folder `model`), or goes without a
     fingerprint when the option `vocab_size` is given. A model's own tokenizer
@@ -46,24 +46,24 @@ def make_proposer(config: DrafterConfig) -> tuple[Proposer[Any], ModelInfo]:
         tokenizer = load_tokenizer(locate(tokenizer_path))
         fingerprint, vocab_size = tokenizer_fingerprint(tokenizer), vocabulary_size(tokenizer)
         options.setdefault("vocab_size", vocab_size)
-    proposer = create(config.kind, options, fingerprint)
-    info = proposer.model_info
+    drafter = create(config.kind, options, fingerprint)
+    info = drafter.model_info
     if info is None:
         vocab_size = vocab_size or int(str(options["vocab_size"]))
-        return proposer, ModelInfo("", "", fingerprint, vocab_size, proposer.context_limit)
-    return proposer, info
+        return drafter, ModelInfo("", "", fingerprint, vocab_size, drafter.context_limit)
+    return drafter, info
 
 
 async def serve(
-    config: DrafterConfig, make: Callable[[DrafterConfig], tuple[Proposer[Any], ModelInfo]] = make_proposer
+    config: DrafterConfig, make: Callable[[DrafterConfig], tuple[Drafter[Any], ModelInfo]] = make_drafter_kind
 ) -> None:
     """Run until SIGTERM. `make` is called on the thread that drafts."""
     metrics = Metrics("drafter")
     tls = open_tls(config.tls, "drafter", metrics)
     worker = WorkerThread("drafter")
-    proposer, info = await asyncio.wrap_future(worker.submit(lambda: make(config)))
-    engine = DrafterEngine(proposer, config, metrics, info.vocab_size)
-    description = description_to_pb(config.kind, proposer.family, info)
+    drafter, info = await asyncio.wrap_future(worker.submit(lambda: make(config)))
+    engine = DrafterEngine(drafter, config, metrics, info.vocab_size)
+    description = description_to_pb(config.kind, drafter.family, info)
     drafter_id = config.drafter_id or config.kind
     metrics.drafter_info.labels(drafter_id, config.kind).set(1)
     servicer = DrafterServicer(

@@ -17,8 +17,8 @@ from moot.rpc import convert
 from moot.rpc.link import FrameQueue, FrameQueueFull
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc as pb_grpc
-from services.drafter.commands import Ahead, Answer, Close, Command, Open, Propose, Proposed
-from services.drafter.engine import DrafterEngine
+from services.drafter.drafter_commands import Ahead, Answer, Close, Command, OpenSession, Propose, Proposed
+from services.drafter.drafter_engine import DrafterEngine
 
 
 def command_from_pb(message: pb.DraftCommand) -> Command | None:
@@ -28,7 +28,7 @@ def command_from_pb(message: pb.DraftCommand) -> Command | None:
             opening = message.open
             prefix = (*opening.prompt_token_ids, *opening.output_token_ids)
             params = convert.sampling_from_pb(opening.sampling)
-            return Open(message.session_id, opening.request_id, prefix, params)
+            return OpenSession(message.session_id, opening.request_id, prefix, params)
         case "propose":
             ask = message.propose
             return Propose(

@@ -8,7 +8,7 @@ from pathlib import Path
 from moot.client import ROUTER_PORT
 from moot.core.errors import ConfigError
 from moot.core.options import Options, option, option_of, part
-from moot.core.speculation.ballots import BallotPolicy
+from moot.core.speculation.ballots import CollectionPolicy
 from moot.core.speculation.policy import SpeculationOptions
 from moot.drafters.registry import REQUEST_KINDS
 from moot.rpc.link import LinkConfig
@@ -16,10 +16,10 @@ from moot.rpc.tls import TlsOptions
 from moot.runtime.process import ServiceOptions
 from moot.tokenizer import HubOptions
 from services.router.api.settings import HttpSettings
-from services.router.generation.electorate import parse_priors
+from services.router.generation.drafter_set import parse_priors
 from services.router.peers.links import LinkPolicy
-from services.router.peers.strikes import StrikePolicy
-from services.router.peers.verifiers import TargetPolicy
+from services.router.peers.outlier_ejection import EjectionPolicy
+from services.router.peers.verifier_link import TargetPolicy
 from services.router.store.config import StoreConfig
 
 
@@ -57,8 +57,8 @@ class RouterConfig(Options):
     drafter_priors: tuple[str, ...] = option(
         (), help="id=number for drafters whose vote is to weigh more or less than 1 until they have earned their own"
     )
-    ballot_policy: BallotPolicy = part(BallotPolicy)
-    strike_policy: StrikePolicy = part(StrikePolicy)
+    collection_policy: CollectionPolicy = part(CollectionPolicy)
+    ejection_policy: EjectionPolicy = part(EjectionPolicy)
     target_policy: TargetPolicy = part(TargetPolicy)
     link_policy: LinkPolicy = part(LinkPolicy)
     store: StoreConfig = part(StoreConfig)
@@ -67,7 +67,7 @@ class RouterConfig(Options):
     api_keys_file: Path | None = option(None, help="file of sha256 hashes of further keys, one a line")
     limits: HttpSettings = part(HttpSettings)
     """As flags set them; `http` has what follows from other options too."""
-    max_buffered_spans: int = option(
+    max_buffered_commits: int = option(
         64, help="rounds that a slow reader may lag behind before its request pauses", minimum=1
     )
     stall_limit_s: float = option(10.0, help="seconds without a turn of the event loop until /livez says no", above=0)

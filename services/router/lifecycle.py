@@ -17,9 +17,9 @@ from typing import Any
 from moot.core.errors import ConfigError, Draining, MootError, NoCapacity
 from moot.core.speculation.policy import make_policy
 from moot.core.types import ModelInfo
-from moot.drafters.base import parse_entries
+from moot.drafters.interface import parse_entries
 from moot.drafters.registry import REQUEST_KINDS, create
-from moot.rpc.server import GrpcServer, termination_event, write_ready_file
+from moot.rpc.grpc_server import GrpcServer, termination_event, write_ready_file
 from moot.rpc.tls import PodTls, open_tls
 from moot.runtime.admin import AdminServer
 from moot.runtime.metrics import Metrics
@@ -30,11 +30,11 @@ from services.router.api.admission import Admission
 from services.router.api.auth import ApiKeys
 from services.router.api.grpc import RouterServicer
 from services.router.api.http.app import create_app
-from services.router.api.http.server import serve_http
+from services.router.api.http.http_server import serve_http
 from services.router.config import RouterConfig
-from services.router.generation.electorate import Electorate, parse_priors
+from services.router.generation.drafter_set import DrafterSet, parse_priors
+from services.router.generation.request_types import Places
 from services.router.generation.rounds import Rounds, ServedModel
-from services.router.generation.types import Places
 from services.router.peers.discovery import follow, parse_drafters, parse_source
 from services.router.peers.drafter_pools import DrafterPool
 from services.router.peers.links import PeerLink, PeerState
@@ -78,20 +78,20 @@ class Peers:
             tokenizer_fingerprint(tokenizer),
             metrics,
             self.on_state,
-            lambda drafter: self.electorate.admit_inside(drafter.drafter_id, drafter.family),
+            lambda drafter: self.drafter_set.admit_attached(drafter.drafter_id, drafter.family),
         )
         policy = make_policy(config.speculation, priors=parse_priors(config.drafter_priors))
-        self.electorate = Electorate(policy, config.ballot_policy, metrics)
+        self.drafter_set = DrafterSet(policy, config.collection_policy, metrics)
         self.pools = {
             drafter_id: DrafterPool(
                 drafter_id,
                 link_policy,
-                config.strike_policy,
+                config.ejection_policy,
                 lambda: self.targets.fingerprint,
                 metrics,
                 self.on_state,
                 policy.admit,
-                round(config.ballot_policy.hard_deadline_ms),
+                round(config.collection_policy.hard_deadline_ms),
             )
             for drafter_id in parse_drafters(config.drafters)
         }
@@ -103,7 +103,7 @@ class Peers:
                     {"vocab_size": vocabulary_size(tokenizer), **spec.options},
                     tokenizer_fingerprint(tokenizer),
                 ),
-                config.strike_policy,
+                config.ejection_policy,
                 metrics,
             )
             for spec in parse_entries(config.in_process_drafters, "--in-process-drafters")
@@ -113,8 +113,8 @@ class Peers:
         of_requests = self._request_drafters(vocabulary_size(tokenizer))
         for pool in (*self.local, *of_requests):
             policy.admit(pool.drafter_id, pool.proposer.family)
-        self.electorate.sources.update(self.pools)
-        self.electorate.sources.update({pool.drafter_id: pool for pool in (*self.local, *of_requests)})
+        self.drafter_set.sources.update(self.pools)
+        self.drafter_set.sources.update({pool.drafter_id: pool for pool in (*self.local, *of_requests)})
 
     def _request_drafters(self, vocab_size: int) -> list[LocalPool]:
         """Those that vote only where a request brings what they live from. Their ids are their kinds."""
@@ -126,9 +126,9 @@ class Peers:
             if spec.drafter_id in taken:
                 raise ConfigError(f"--request-drafters: a drafter named {spec.drafter_id} is there: give it another id")
             proposer = create(spec.kind, {"vocab_size": vocab_size, **spec.options})
-            pools.append(LocalPool(spec.drafter_id, proposer, self._config.strike_policy, self._metrics))
+            pools.append(LocalPool(spec.drafter_id, proposer, self._config.ejection_policy, self._metrics))
             # What one request's prediction was worth says nothing of the next one's.
-            self.electorate.policy.panel.exempt.add(spec.drafter_id)
+            self.drafter_set.policy.selection.exempt.add(spec.drafter_id)
         return pools
 
     def start(self) -> None:
@@ -160,7 +160,7 @@ class Peers:
         _count_states(self._metrics, "drafter", [link for pool in self.pools.values() for link in pool.links.values()])
         drafts = self._config.speculation.num_speculative_tokens > 0
         available = [drafter_id for drafter_id, pool in self.pools.items() if pool.is_available]
-        self.electorate.note_available(available)
+        self.drafter_set.note_available(available)
         alone = drafts and not self.local and not available
         alone = alone and not self.targets.drafts
         self._metrics.degraded.labels("no_drafters").set(alone)
@@ -174,7 +174,7 @@ class Peers:
         return self.targets.info
 
     def drafter_ids(self) -> frozenset[str]:
-        return self.electorate.drafter_ids
+        return self.drafter_set.drafter_ids
 
     def refusal(self) -> MootError | None:
         """New requests wait for a verifier as long as one was there a moment ago, and are refused after that."""
@@ -244,7 +244,7 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
     peers = Peers(config, tokenizer, metrics, tls)
     store = await open_store(config.store, lambda up: _note_store(metrics, up))
     model = ServedModel(http.served_model_names[0], tokenizer_fingerprint(tokenizer))
-    rounds = Rounds(peers.targets, peers.electorate, store, model, metrics, config.max_buffered_spans)
+    rounds = Rounds(peers.targets, peers.drafter_set, store, model, metrics, config.max_buffered_commits)
     watch = LoopWatch(config.stall_limit_s)
     app = create_app(
         rounds,
@@ -257,7 +257,7 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
         tracing=tracing,
     )
     admission: Admission = app.state.front.admission
-    peers.electorate.is_shedding = lambda: admission.is_shedding
+    peers.drafter_set.is_shedding = lambda: admission.is_shedding
     server = GrpcServer(config.link, (SERVICE,), config.reuse_port)
     router_service_pb2_grpc.add_RouterServiceServicer_to_server(RouterServicer(app.state.front, keys), server.server)
     admin = AdminServer(

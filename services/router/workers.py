@@ -28,10 +28,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from moot.client import Client, RequestFailed
-from moot.rpc.server import write_ready_file
+from moot.rpc.grpc_server import write_ready_file
 from moot.runtime.admin import AdminServer
 from moot.runtime.supervisor import Supervisor
-from services.router.api.http.server import bind
+from services.router.api.http.http_server import bind
 from services.router.config import RouterConfig
 
 _log = logging.getLogger("moot.router.workers")

@@ -23,7 +23,7 @@ class Open:
     cache_salt: str = ""
     num_top_candidates: int = 0
     inside_drafter_ids: tuple[str, ...] = ()
-    """Drafters inside the verifier that may propose, up to `inside_width` chains each."""
+    """Drafters attached to the verifier that may propose, up to `inside_width` chains each."""
     inside_width: int = 1
     num_inside_tokens: int = 0
     """Of their proposals that come with the answer; 0: none are made."""

@@ -24,7 +24,7 @@ class VerifierConfig(Options):
     )
 
     compute: ComputeOptions = part(ComputeOptions)
-    deterministic: str = option(
+    batch_invariant: str = option(
         "auto", help="numbers that do not depend on batch-mates; auto: on for the CPU", choices=("auto", "on", "off")
     )
     native_kernels: bool = option(
@@ -32,13 +32,13 @@ class VerifierConfig(Options):
     )
 
     drafters: tuple[str, ...] = option(
-        (), help="drafters inside the verifier, which propose with each answer: [id=]kind[:option=value]... each"
+        (), help="drafters attached to the verifier, which propose with each answer: [id=]kind[:option=value]... each"
     )
 
     max_model_len: int = option(0, help="prompt plus output, in tokens; 0: the model's own limit", minimum=0)
     max_num_seqs: int = option(32, help="sessions that hold KV cache at a time, so requests in a batch", minimum=1)
     batches: BatchOptions = part(BatchOptions)
-    gather_share: float | None = option(
+    batching_delay_share: float | None = option(
         None,
         help="part of a step's time that the next one may wait for drafts that usually come so soon; 0: none; "
         "none given: 0.5 on the CPU, 0 elsewhere",

@@ -20,11 +20,11 @@ from moot.runtime.faults import fault, fault_delay_s
 from moot.runtime.metrics import Metrics
 from moot.runtime.tracing import Tracing
 from moot.runtime.worker import WorkerThread
-from services.verifier.admission import Intake
+from services.verifier.command_queue import CommandQueue
 from services.verifier.commands import Answer, Command
 from services.verifier.config import VerifierConfig
-from services.verifier.serving import Serving
-from services.verifier.sessions import Stream
+from services.verifier.engine_loop import EngineLoop
+from services.verifier.sessions import AnswerStream
 
 _log = logging.getLogger("moot.verifier")
 
@@ -63,39 +63,39 @@ class Engine:
         limit = min(config.max_model_len or runner.info.context_limit, runner.info.context_limit)
         # Any one session must fit alone, or preemption could go round for ever.
         self.info: ModelInfo = replace(runner.info, context_limit=min(limit, runner.pool.capacity_tokens))
-        self._intake = Intake(
+        self._command_queue = CommandQueue(
             config.max_num_seqs + config.max_waiting_seqs,
             config.max_waiting_tokens,
             config.service.max_queued_commands,
             self.info.context_limit,
         )
-        self.serving = Serving(runner, self.info, config, self._intake, self.metrics, self._progress, tracing)
+        self.serving = EngineLoop(runner, self.info, config, self._command_queue, self.metrics, self._progress, tracing)
         self._step_counter = 0
         self._progress_ns = time.monotonic_ns()
         self._on_death = on_death
         self._stopping = False
         self._worker: WorkerThread | None = None
 
-    def connect(self, deliver: Callable[[Sequence[Answer]], None]) -> Stream:
+    def connect(self, deliver: Callable[[Sequence[Answer]], None]) -> AnswerStream:
         """A new owner of sessions. `deliver` gets answers, mostly on the compute thread: it must not block."""
-        return Stream(deliver)
+        return AnswerStream(deliver)
 
-    def submit(self, stream: Stream, commands: Sequence[Command]) -> None:
+    def submit(self, stream: AnswerStream, commands: Sequence[Command]) -> None:
         """Queue commands, in order. Raises NoCapacity when commands flood the engine: disconnect the stream."""
-        if refused := self._intake.offer(stream, commands):
+        if refused := self._command_queue.offer(stream, commands):
             stream.deliver(refused)
 
-    def disconnect(self, stream: Stream) -> None:
+    def disconnect(self, stream: AnswerStream) -> None:
         """Abort every session of the stream at the next step boundary."""
-        self._intake.end(stream)
+        self._command_queue.end(stream)
 
     @property
     def stats(self) -> EngineStats:
         load = self.serving.load
         return EngineStats(
             self._step_counter,
-            self._intake.num_queued + load.num_working,
-            self._intake.num_sessions,
+            self._command_queue.num_queued + load.num_working,
+            self._command_queue.num_sessions,
             load.kv_cache_usage_ratio,
         )
 
@@ -117,13 +117,13 @@ class Engine:
 
     def drain(self) -> None:
         """Open nothing new; what runs may finish."""
-        self._intake.drain()
+        self._command_queue.drain()
 
     def stop(self) -> None:
         """End the compute thread; sessions that are left fail with DRAINING. Waits at most `stop_timeout_s`."""
-        self._intake.drain()
+        self._command_queue.drain()
         self._stopping = True
-        self._intake.wake()
+        self._command_queue.wake()
         if self._worker is not None:
             self._worker.join(self.config.service.stop_timeout_s)
 
@@ -138,15 +138,15 @@ class Engine:
         return worked
 
     def _take(self) -> None:
-        for arrival in self._intake.take():
+        for arrival in self._command_queue.take():
             self.serving.apply(arrival)
 
     @torch.inference_mode()
     def _gather(self) -> None:
         """Take commands until nobody is waited for any more. What a command is answered goes out with the next step."""
         self._take()
-        while not self._stopping and (seconds := self.serving.seconds_to_gather()):
-            self._intake.wait(seconds)
+        while not self._stopping and (seconds := self.serving.seconds_to_wait()):
+            self._command_queue.wait(seconds)
             self._take()
 
     def _run(self) -> None:
@@ -156,11 +156,11 @@ class Engine:
                 self._progress()
                 self._gather()
                 if not self.step():
-                    self._intake.wait(IDLE_CHECK_S)
+                    self._command_queue.wait(IDLE_CHECK_S)
             self._end_all(Draining, "this verifier is going away")
         except Exception as error:  # noqa: BLE001 - the thread's last words; the process is ended by `on_death`
             _log.critical("the compute thread cannot go on", exc_info=error)
-            self._intake.drain()
+            self._command_queue.drain()
             try:
                 self._end_all(PeerError, "this verifier cannot go on")
             finally:
@@ -179,7 +179,7 @@ class Engine:
             except RuntimeError as error:
                 # The event loop behind it is closed: nobody reads this stream any more.
                 _log.warning("a stream could not be answered", exc_info=error)
-                self._intake.end(stream)
+                self._command_queue.end(stream)
 
     def _progress(self) -> None:
         self._step_counter += 1

@@ -11,8 +11,8 @@ import torch
 
 from moot.core.errors import is_out_of_memory
 from moot.core.types import ROOT, Proposal
-from moot.drafters.attached.base import NO_GUESSES, Guesses, InsideAsk, InsideDrafter
-from moot.model.cache.base import depths_of
+from moot.drafters.attached.attached_interface import NO_GUESSES, AttachedAsk, AttachedDrafter, Guesses
+from moot.model.cache.kv_cache import depths_of
 from moot.model.sampling.logits import joined
 from moot.model.sampling.sampler import Sampler
 from moot.runtime.faults import act, fault
@@ -26,11 +26,11 @@ Answers = tuple[int | None, ...]
 ResultT = TypeVar("ResultT")
 
 
-class InsideDrafters:
+class AttachedDrafters:
     """Not thread-safe: the compute thread owns it; `drafters` is replaced, never changed, and read from anywhere."""
 
     def __init__(
-        self, drafters: Sequence[InsideDrafter], sampler: Sampler, max_draft_tokens: int, metrics: Metrics
+        self, drafters: Sequence[AttachedDrafter], sampler: Sampler, max_draft_tokens: int, metrics: Metrics
     ) -> None:
         """`max_draft_tokens`: rows of a step that one session may have, draft and guesses together."""
         self.drafters = tuple(drafters)
@@ -94,7 +94,7 @@ class InsideDrafters:
         for drafter in self._of(session):
             self._guarded(drafter, [], partial(drafter.end, session.arrival))
 
-    def _of(self, session: Session) -> list[InsideDrafter]:
+    def _of(self, session: Session) -> list[AttachedDrafter]:
         wanted = session.inside_drafter_ids
         return [drafter for drafter in self.drafters if drafter.drafter_id in wanted] if wanted else []
 
@@ -110,7 +110,7 @@ class InsideDrafters:
         return found
 
     def _guarded(
-        self, drafter: InsideDrafter, sessions: Sequence[Session], call: Callable[[], ResultT]
+        self, drafter: AttachedDrafter, sessions: Sequence[Session], call: Callable[[], ResultT]
     ) -> ResultT | None:
         """None where it fails: then the drafter is not asked again, unless there was no memory."""
         name = drafter.drafter_id
@@ -153,7 +153,7 @@ def _is_open(outcome: Sampled) -> bool:
     return outcome.walk.finish is None and bool(session.inside_drafter_ids) and _is_wanted(session)
 
 
-def _guesses(drafter: InsideDrafter, session: Session, room: int) -> Guesses:
+def _guesses(drafter: AttachedDrafter, session: Session, room: int) -> Guesses:
     """Raises ValueError for what would break a step."""
     depth = session.max_new - 1
     guesses = drafter.guess(session.arrival, session.token_ids, room, depth) if room > 0 else NO_GUESSES
@@ -163,12 +163,12 @@ def _guesses(drafter: InsideDrafter, session: Session, room: int) -> Guesses:
     return guesses
 
 
-def _ask_of(outcome: Sampled, answers: Answers) -> InsideAsk:
+def _ask_of(outcome: Sampled, answers: Answers) -> AttachedAsk:
     session = outcome.session
     if outcome.state is None:
         raise RuntimeError("no hidden states are kept")
     num_tokens = min(session.num_inside_tokens, session.max_new - 1)
-    return InsideAsk(
+    return AttachedAsk(
         session.token_ids,
         session.params,
         session.history,

@@ -17,7 +17,7 @@ from moot.model.backend import choose_runner
 from moot.model.cache.contiguous import PAGE_SLOTS, KvShape
 from moot.model.loading.load import LoadedModel, load_model
 from moot.model.runner import ModelRunner
-from moot.rpc.server import GrpcServer, run_until_terminated, termination_event
+from moot.rpc.grpc_server import GrpcServer, run_until_terminated, termination_event
 from moot.rpc.tls import open_tls
 from moot.runtime.metrics import Metrics
 from moot.runtime.tracing import Tracing, open_tracing
@@ -73,7 +73,8 @@ SERVICE = "moot.v1.VerifierService"
 
 
 def make_runner(config: VerifierConfig) -> ModelRunner:
-    """Load the target model. Raises ModelRefused, and ConfigError where deterministic mode is on and does not hold."""
+    """Load the target model. Raises ModelRefused, and ConfigError where batch-invariant mode is on and does not
+    hold."""
     loaded = load_model(
         config.model,
         config.compute.device,
@@ -83,8 +84,8 @@ def make_runner(config: VerifierConfig) -> ModelRunner:
         native=config.native_kernels,
     )
     capacity = kv_capacity_tokens(config, loaded.kv_shape, loaded.info.context_limit)
-    if config.deterministic != "auto":
-        return choose_runner(loaded, capacity, config.deterministic == "on")
+    if config.batch_invariant != "auto":
+        return choose_runner(loaded, capacity, config.batch_invariant == "on")
     return _automatic_runner(loaded, capacity)
 
 
@@ -104,7 +105,7 @@ def make_engine(
 ) -> Engine:
     """Same errors as make_runner. To be called on the thread that computes: see moot.runtime.worker."""
     engine = Engine(make_runner(config), config, metrics, on_death, tracing)
-    facts = {"model": engine.info.model, "deterministic": engine.runner.deterministic}
+    facts = {"model": engine.info.model, "batch_invariant": engine.runner.batch_invariant}
     _log.info("model loaded", extra=facts)
     return engine
 

@@ -216,10 +216,10 @@ class VerifierServicer(pb_grpc.VerifierServiceServicer):
             max_num_seqs=self._config.max_num_seqs,
             max_waiting_seqs=self._config.max_waiting_seqs,
             max_draft_tokens=self._config.max_draft_tokens,
-            deterministic=self._engine.runner.deterministic,
+            deterministic=self._engine.runner.batch_invariant,
             drafters=[
                 pb.InsideDrafter(drafter_id=one.drafter_id, kind=one.kind, family=one.family)
-                for one in self._engine.serving.inside.drafters
+                for one in self._engine.serving.attached.drafters
             ],
         )
 

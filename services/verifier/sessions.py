@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from moot.core.types import ROOT, Draft, SamplingParams
-from moot.drafters.attached.base import NO_GUESSES, Guesses
-from moot.model.cache.base import depths_of
+from moot.drafters.attached.attached_interface import NO_GUESSES, Guesses
+from moot.model.cache.kv_cache import depths_of
 from moot.runtime.tracing import Span
 from services.verifier.commands import Answer
 
 if TYPE_CHECKING:
-    from moot.model.cache.base import KvCache
+    from moot.model.cache.kv_cache import KvCache
     from moot.model.sampling.sampler import History
 
 NO_ROUND = -1
@@ -31,7 +31,7 @@ NO_ROUND = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PendingWork:
     """What a session waits for: the token after its prefix (an opening), or the verification of a draft."""
 
     draft: Draft
@@ -46,11 +46,11 @@ class Work:
     """Fed beside them, for drafters inside this verifier, and never accepted."""
 
     @classmethod
-    def opening(cls, arrived_ns: int) -> Work:
+    def opening(cls, arrived_ns: int) -> PendingWork:
         return cls(Draft(), (), 0, NO_ROUND, arrived_ns)
 
     @classmethod
-    def verification(cls, draft: Draft, max_new: int, round_index: int, arrived_ns: int) -> Work:
+    def verification(cls, draft: Draft, max_new: int, round_index: int, arrived_ns: int) -> PendingWork:
         """Feeds only nodes after which one of the `max_new` tokens that may still come can be emitted.
 
         A node at depth d (0 for children of the prefix) is reached with d + 1 tokens emitted, so these are the depths
@@ -63,7 +63,7 @@ class Work:
         num_levels = max((depths[node] + 1 for node in fed), default=0)
         return cls(draft, fed, num_levels, round_index, arrived_ns)
 
-    def with_guesses(self, guesses: Guesses) -> Work:
+    def with_guesses(self, guesses: Guesses) -> PendingWork:
         levels = max(self.num_fed_levels, 1 + max(depths_of(guesses.parents), default=-1))
         return replace(self, guesses=guesses, num_fed_levels=levels)
 
@@ -76,7 +76,7 @@ class Work:
 class Session:
     """`token_ids`: prompt + committed output. `arrival` orders sessions by age; it is unique in an engine."""
 
-    stream: Stream
+    stream: AnswerStream
     session_id: int
     request_id: str
     arrival: int
@@ -92,10 +92,10 @@ class Session:
     inside_drafter_ids: tuple[str, ...] = ()
     inside_width: int = 1
     num_inside_tokens: int = 0
-    """Of proposals to be made with the answer to the present work, where drafters inside the verifier may."""
+    """Of proposals to be made with the answer to the present work, where drafters attached to the verifier may."""
     cached_length: int = 0
     """Leading tokens whose KV the cache holds; mirrors the cache, which only the step changes."""
-    work: Work | None = None
+    work: PendingWork | None = None
     round_index: int = NO_ROUND
     num_cached_tokens: int = 0
     was_admitted: bool = False
@@ -141,7 +141,7 @@ class Session:
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class AnswerStream:
     """Who opened the sessions: one peer's stream. `deliver` is called from the compute thread and must not block."""
 
     deliver: Callable[[Sequence[Answer]], None]

@@ -1,7 +1,7 @@
 """One forward pass for a batch, and the sample-and-match walk for each request in it.
 
 Whatever goes wrong stays with the request that caused it: a forward pass that raises is repeated in halves until the
-guilty request is alone; one without memory is repeated smaller, then with what can be spared given up, at last without
+guilty request is alone; one without memory is repeated smaller, then with what can be skipped given up, at last without
 its draft; a row of NaN ends its own session.
 """
 
@@ -18,7 +18,7 @@ from moot.core.types import ROOT, Draft
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
 from moot.runtime.faults import act, fault
-from services.verifier.sessions import Session, Work
+from services.verifier.sessions import PendingWork, Session
 from services.verifier.walks import DeviceLost, Outcome, Prefilled, Sampled, Walks, broken, is_device_lost, row_of_nodes
 
 Item = BatchItem[Session]
@@ -84,7 +84,7 @@ class StepRunner:
                 self._on_shortage("request")
             return broken(item.session, error)
 
-    def _without_drafts(self, item: Item, work: Work) -> tuple[Item, Tensor | Exception]:
+    def _without_drafts(self, item: Item, work: PendingWork) -> tuple[Item, Tensor | Exception]:
         """The item of a verification, computed again as if nothing had ever been drafted, which changes no token.
 
         Keys and values of a draft token that are not finite reach other tokens through the mask (0 times NaN is NaN),
@@ -93,7 +93,7 @@ class StepRunner:
         session = item.session
         self.walks.forget(session)
         session.cache.wipe()
-        session.work = Work.verification(Draft(), session.max_new, work.round_index, work.arrived_ns)
+        session.work = PendingWork.verification(Draft(), session.max_new, work.round_index, work.arrived_ns)
         ((item, result),) = self._forward([item])
         return item, result
 
@@ -196,7 +196,7 @@ def _failing_after(count: int) -> Callable[[], None]:
     return progress
 
 
-def _may_be_the_drafts(error: Exception, work: Work) -> bool:
+def _may_be_the_drafts(error: Exception, work: PendingWork) -> bool:
     """Whether a verification may succeed without what was drafted, now or (a poisoned row only) before."""
     has_rows = bool(work.fed_nodes or work.guesses.token_ids)
     return isinstance(error, RequestPoisoned) or (is_out_of_memory(error) and has_rows)

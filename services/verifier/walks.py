@@ -18,7 +18,7 @@ from moot.core.types import ROOT, TokenLogprobs
 from moot.model.sampling.batch import BatchSampler, Drawn, RowSpec
 from moot.model.sampling.logits import joined
 from moot.model.sampling.sampler import Sampler, likeliest
-from services.verifier.sessions import Session, Work
+from services.verifier.sessions import PendingWork, Session
 
 _log = logging.getLogger("moot.verifier")
 
@@ -95,7 +95,7 @@ class Walks:
         self._likeliest: dict[int, list[tuple[int, ...]]] = {}
         """Likewise, what was looked up at once."""
 
-    def draw(self, results: Sequence[tuple[Session, Work, Tensor]]) -> None:
+    def draw(self, results: Sequence[tuple[Session, PendingWork, Tensor]]) -> None:
         """A step begins whose walks are to go over these logits. Raises DeviceLost only.
 
         Nothing is known yet where that fails, whoever's fault it is: the walks then do it row by row.
@@ -113,7 +113,7 @@ class Walks:
                 raise DeviceLost(str(error)) from error
             _log.warning("rows are drawn one by one", exc_info=error)
 
-    def _draw_all(self, sampler: BatchSampler, results: Sequence[tuple[Session, Work, Tensor]]) -> None:
+    def _draw_all(self, sampler: BatchSampler, results: Sequence[tuple[Session, PendingWork, Tensor]]) -> None:
         specs = [_row_specs(session, work, self._sampler.vocab_size) for session, work, _ in results]
         logits = torch.cat([rows for _, _, rows in results])
         drawn = iter(sampler.draw(logits, [spec for own in specs for spec in own]))
@@ -144,7 +144,7 @@ class Walks:
         for found in (self._drawn, self._highest, self._likeliest):
             found.pop(session.arrival, None)
 
-    def walk(self, session: Session, work: Work, logits: Tensor) -> tuple[Walk, list[int]]:
+    def walk(self, session: Session, work: PendingWork, logits: Tensor) -> tuple[Walk, list[int]]:
         """The walk through the draft, and the row that each output token was sampled from. Raises RequestPoisoned."""
         row_of = row_of_nodes(work)
         params, sampler = session.params, self._sampler
@@ -199,12 +199,12 @@ class Walks:
         return tuple(likeliest(logits[list(rows), : self._sampler.vocab_size], width))
 
 
-def row_of_nodes(work: Work) -> dict[int, int]:
+def row_of_nodes(work: PendingWork) -> dict[int, int]:
     """Row of the logits by draft node: row 0 follows the prefix."""
     return {ROOT: 0} | {node: row for row, node in enumerate(work.fed_nodes, start=1)}
 
 
-def _row_specs(session: Session, work: Work, vocab_size: int) -> list[RowSpec]:
+def _row_specs(session: Session, work: PendingWork, vocab_size: int) -> list[RowSpec]:
     """How each row of the logits is drawn, as `row_of_nodes` numbers them."""
     paths: dict[int, tuple[int, ...]] = {ROOT: ()}
     for node in work.fed_nodes:

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from moot.client import Answer, Client, RequestFailed
+from moot.client import Client, RequestFailed, StreamedAnswer
 from moot.commands import chat
 from moot.rpc.tls import Identity
-from moot.testing.certificates import Authority
+from moot.testing.made_certificates import Authority
 
 
 def chunk(text: str = "", token_ids: list[int] | None = None, **more: Any) -> bytes:
@@ -101,7 +101,7 @@ def test_a_stream_arrives_piece_by_piece() -> None:
         DONE,
     ]
     with serving((200, parts)) as (client, handler):
-        answer = Answer()
+        answer = StreamedAnswer()
         pieces = list(client.stream_chat({"messages": []}, answer))
         headers, body = handler.received[0]
     assert [(piece.text, piece.token_ids) for piece in pieces] == [("a", [1]), ("", [2]), ("é", [3, 4])]
@@ -130,7 +130,7 @@ def test_a_stream_arrives_piece_by_piece() -> None:
 def test_failures_are_said_in_one_sentence(answer: tuple[int, list[bytes]], sentence: str) -> None:
     """An answer that is not whole is never taken for one."""
     with serving(answer) as (client, _), pytest.raises(RequestFailed, match=sentence):
-        list(client.stream_chat({}, Answer()))
+        list(client.stream_chat({}, StreamedAnswer()))
 
 
 def test_lines_end_where_the_protocol_says() -> None:
@@ -139,7 +139,7 @@ def test_lines_end_where_the_protocol_says() -> None:
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": "stop"}
     event = b"data: " + json.dumps({"choices": [choice]}, ensure_ascii=False).encode() + b"\r\n\r\n"
     with serving((200, [event[:30], event[30:-3], event[-3:], DONE])) as (client, _):
-        (piece,) = client.stream_chat({}, Answer())
+        (piece,) = client.stream_chat({}, StreamedAnswer())
     assert piece.text == text
 
 
@@ -147,7 +147,7 @@ def test_a_silent_server_has_a_deadline() -> None:
     """Before the answer and inside it, and each is said in a sentence."""
     with serving((200, [chunk("a", [1]), SILENCE]), timeout_s=0.5) as (client, handler):
         with pytest.raises(RequestFailed, match="the stream broke off"):
-            list(client.stream_chat({}, Answer()))
+            list(client.stream_chat({}, StreamedAnswer()))
         handler.gone.set()
     with serving((200, [SILENCE]), timeout_s=0.5) as (client, handler):
         with pytest.raises(RequestFailed, match="the answer broke off"):
@@ -190,7 +190,7 @@ def test_closing_the_iterator_hangs_up() -> None:
     """A stopped answer frees the server: the connection is closed, not drained."""
     endless = [chunk("x" * 1000, [1])] * 20_000
     with serving((200, endless)) as (client, handler):
-        stream = client.stream_chat({}, Answer())
+        stream = client.stream_chat({}, StreamedAnswer())
         next(stream)
         stream.close()  # type: ignore[attr-defined]
         assert handler.gone.wait(10)

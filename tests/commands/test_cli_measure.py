@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moot.client import Answer, Piece
+from moot.client import Piece, StreamedAnswer
 from moot.commands.measure import COMPARISON_HEADER, DRAFTER_HEADER, Comparison, Sample
 
 SPECULATIVE = {
@@ -26,16 +26,16 @@ def sample(ids: tuple[int, ...] = (1, 2, 3), drafting: bool = True, prompt: str 
 def test_decoding_is_timed_after_the_first_piece() -> None:
     """Prefill is not decoding: tokens of the first piece do not count, nor does the time before it."""
     pieces = [Piece(10.0, "a", [1]), Piece(10.5, "b", [2, 3]), Piece(11.0, "", [4])]
-    made = Sample.of("p", True, Answer(pieces, "stop", {"speculative_decoding": SPECULATIVE}))
+    made = Sample.of("p", True, StreamedAnswer(pieces, "stop", {"speculative_decoding": SPECULATIVE}))
     assert (made.token_ids, made.num_timed_tokens, made.decode_s, made.tokens_per_s) == ((1, 2, 3, 4), 3, 1.0, 3.0)
 
 
 def test_an_answer_of_one_piece_has_no_speed() -> None:
     """Nothing was timed, so nothing is divided."""
-    answer = Answer([Piece(1.0, "a", [1])], "stop", {"speculative_decoding": SPECULATIVE})
+    answer = StreamedAnswer([Piece(1.0, "a", [1])], "stop", {"speculative_decoding": SPECULATIVE})
     assert Sample.of("p", True, answer).tokens_per_s == 0.0
     with pytest.raises(ValueError, match="empty"):
-        Sample.of("p", True, Answer())
+        Sample.of("p", True, StreamedAnswer())
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.lists(st.integers(0, 3), min_size=1, max_size=6))

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lab.replay.recorder import num_bytes_of
-from moot.commands.system import DEMO_ELECTORATE
+from moot.commands.system import DEMO_DRAFTER_SET
 from moot.core.errors import ConfigError
 from moot.core.types import SamplingParams
 from moot.drafters.attached.recurrent_head import RecurrentHead, embed
-from moot.drafters.base import Ask, parse_entries
+from moot.drafters.interface import Ask, parse_entries
 from moot.drafters.registry import create
 from moot.shipped import PACKAGED, PREFIX, WORKSHOP, locate, shipped_drafters
 
@@ -49,7 +49,7 @@ def test_all_are_there_and_small() -> None:
     """Whole files and no links. The package has those that a default uses and no other, and stays small."""
     used = {
         option.removeprefix(PREFIX)
-        for entry in parse_entries(DEMO_ELECTORATE, "--drafters")
+        for entry in parse_entries(DEMO_DRAFTER_SET, "--drafters")
         for option in entry.options.values()
         if option.startswith(PREFIX)
     }
@@ -93,9 +93,9 @@ def test_its_card_says_how_it_was_made(name: str) -> None:
 def test_it_proposes(name: str, prompt: list[int]) -> None:
     """Named `shipped@NAME` it loads without its target, knows its tokenizer and proposes ids of its vocabulary."""
     kind, given = options(name)
-    proposer = create(kind, given, FINGERPRINT)
-    assert proposer.tokenizer_fingerprint == FINGERPRINT
-    ((chain,),) = proposer.propose([Ask(proposer.open(prompt, SamplingParams()), 8)])
+    drafter = create(kind, given, FINGERPRINT)
+    assert drafter.tokenizer_fingerprint == FINGERPRINT
+    ((chain,),) = drafter.propose([Ask(drafter.open(prompt, SamplingParams()), 8)])
     assert 1 <= len(chain.token_ids) <= 8
     assert all(0 <= token < VOCAB_SIZE for token in chain.token_ids)
     assert all(0 <= byte <= 255 for byte in chain.confidences)

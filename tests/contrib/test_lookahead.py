@@ -14,9 +14,9 @@ from contrib.lookahead import LookaheadDrafter, LookaheadOptions
 from moot.core.errors import ConfigError
 from moot.core.history import History
 from moot.core.types import ROOT, SamplingParams
-from moot.drafters.attached.base import Guesses, InsideAsk
-from moot.drafters.base import parse_options
-from moot.model.cache.base import depths_of
+from moot.drafters.attached.attached_interface import AttachedAsk, Guesses
+from moot.drafters.interface import parse_options
+from moot.model.cache.kv_cache import depths_of
 
 FREE = SamplingParams(temperature=0.0, max_tokens=1000)
 NO_STATE = torch.empty(0)
@@ -27,8 +27,8 @@ def made(**options: Any) -> LookaheadDrafter:
     return LookaheadDrafter("l", parse_options(LookaheadOptions, "lookahead", {"vocab_size": 100, **options}), runner)
 
 
-def ask(ids: Sequence[int], answers: Sequence[int | None] = (), num_tokens: int = 6, width: int = 1) -> InsideAsk:
-    return InsideAsk(ids, FREE, History(ids), NO_STATE, num_tokens, width, 1, tuple(answers))
+def ask(ids: Sequence[int], answers: Sequence[int | None] = (), num_tokens: int = 6, width: int = 1) -> AttachedAsk:
+    return AttachedAsk(ids, FREE, History(ids), NO_STATE, num_tokens, width, 1, tuple(answers))
 
 
 def paths(guesses: Guesses) -> list[list[int]]:

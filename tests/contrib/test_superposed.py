@@ -14,16 +14,16 @@ import torch
 import transformers
 
 from contrib.superposed.beam import SILENT, Beam, Grown, interpolated, voice_after
-from contrib.superposed.drafting import MixedRows
-from contrib.superposed.superposed import SESSIONS_AT_ONCE, SuperposedProposer
+from contrib.superposed.superposed import SESSIONS_AT_ONCE, SuperposedDrafter
+from contrib.superposed.superposed_rows import MixedRows
 from moot.core.errors import ConfigError
 from moot.core.noise import gumbel
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Ask, Proposer
+from moot.drafters.interface import Ask, Drafter
 from moot.drafters.lookup.ngram import NgramTable
-from moot.drafters.neural.sessions import NeuralSession
+from moot.drafters.neural.neural_sessions import NeuralSession
 from moot.drafters.registry import create
-from moot.model.gpu.runner import GpuRunner
+from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
 from moot.testing.tiny_model import make_tiny_model
@@ -58,27 +58,27 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(folder: Path, **more: object) -> dict[str, object]:
-    fixed = {"model": folder, "dtype": "float64", "device": "cpu", "deterministic": True, "num_threads": 1}
+    fixed = {"model": folder, "dtype": "float64", "device": "cpu", "batch_invariant": True, "num_threads": 1}
     return fixed | more
 
 
-def superposed(folder: Path, **more: object) -> SuperposedProposer:
-    proposer = create("superposed", options(folder, **more))
-    assert isinstance(proposer, SuperposedProposer)
-    return proposer
+def superposed(folder: Path, **more: object) -> SuperposedDrafter:
+    drafter = create("superposed", options(folder, **more))
+    assert isinstance(drafter, SuperposedDrafter)
+    return drafter
 
 
 @pytest.fixture(scope="module")
-def proposer(folder: Path, table: Path) -> SuperposedProposer:
+def drafter(folder: Path, table: Path) -> SuperposedDrafter:
     return superposed(
         folder, num_sequences=3, table=table, table_weight=WEIGHT, table_strength=STRENGTH, prefill_chunk=7
     )
 
 
-def proposed(proposer: Proposer[Any], prefix: Sequence[int], params: SamplingParams, *asked: int) -> list[Proposal]:
-    session = proposer.open(prefix, params)
-    (chains,) = proposer.propose([Ask(session, *asked)])
-    proposer.close(session)
+def proposed(drafter: Drafter[Any], prefix: Sequence[int], params: SamplingParams, *asked: int) -> list[Proposal]:
+    session = drafter.open(prefix, params)
+    (chains,) = drafter.propose([Ask(session, *asked)])
+    drafter.close(session)
     return chains
 
 
@@ -105,14 +105,14 @@ def test_one_sequence_is_the_draft_model_alone(folder: Path, table: Path, params
 
 @pytest.mark.parametrize("params", [GREEDY, COUPLED, PENALISED], ids=["greedy", "coupled", "penalised"])
 def test_after_a_proposal_the_cache_is_that_of_the_prefix(
-    proposer: SuperposedProposer, folder: Path, params: SamplingParams
+    drafter: SuperposedDrafter, folder: Path, params: SamplingParams
 ) -> None:
     """Rows of sums leave nothing: the cache holds what a prefill of the committed ids computes, bit by bit, and
     whatever is committed, the next proposals are those of a session that was never asked before."""
     rng = random.Random(5)
     prefix = [rng.randrange(VOCAB) for _ in range(9)]
-    session = proposer.open(prefix, params)
-    (first,) = proposer.propose([Ask(session, 6, 3)])
+    session = drafter.open(prefix, params)
+    (first,) = drafter.propose([Ask(session, 6, 3)])
     assert len(first) == 3
     assert session.cache.length == len(prefix)
     alone = create("neural", options(folder))
@@ -121,21 +121,21 @@ def test_after_a_proposal_the_cache_is_that_of_the_prefix(
         pass
     assert torch.equal(session.cache.read_block(0, len(prefix)), expected.cache.read_block(0, len(prefix)))
     for committed in ([], list(first[1].token_ids[:2]), [rng.randrange(VOCAB)], list(first[0].token_ids)):
-        proposer.extend(session, committed)
+        drafter.extend(session, committed)
         prefix += committed
-        assert proposer.propose([Ask(session, 6, 3)])[0] == proposed(proposer, prefix, params, 6, 3)
+        assert drafter.propose([Ask(session, 6, 3)])[0] == proposed(drafter, prefix, params, 6, 3)
         assert session.cache.length == len(prefix)
-    proposer.close(session)
-    assert proposer.kv_used_tokens == 0
+    drafter.close(session)
+    assert drafter.kv_used_tokens == 0
 
 
-def test_sequences_are_distinct_and_ordered(proposer: SuperposedProposer) -> None:
+def test_sequences_are_distinct_and_ordered(drafter: SuperposedDrafter) -> None:
     """At most as many sequences as were asked for: whole ones, the most probable first, then shorter ones that fell,
     the most probable first; none is the beginning of another. Asked for fewer, it says the first of them."""
     fell = 0
     for start in range(20):
         prefix = [start, 2 * start, 7]
-        chains = proposed(proposer, prefix, GREEDY, 5, 12)
+        chains = proposed(drafter, prefix, GREEDY, 5, 12)
         ids = [chain.token_ids for chain in chains]
         assert not any(one != other and one == other[: len(one)] for one in ids for other in ids)
         assert len(set(ids)) == len(ids)
@@ -143,7 +143,7 @@ def test_sequences_are_distinct_and_ordered(proposer: SuperposedProposer) -> Non
         assert all(len(one) < 5 for one in ids[3:])
         fell += len(ids) > 3
         for width in (1, 2, 3, 5):
-            assert proposed(proposer, prefix, GREEDY, 5, width) == chains[:width]
+            assert proposed(drafter, prefix, GREEDY, 5, width) == chains[:width]
         # Confidences are rounded probabilities: what they say of the whole sequences may be off by so much.
         whole = [math.prod(max(byte - 0.5, 0.0) / 255 for byte in chain.confidences) for chain in chains[:3]]
         most = [math.prod((byte + 0.5) / 255 for byte in chain.confidences) for chain in chains[:3]]
@@ -198,7 +198,7 @@ def by_hand(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_mixtures_are_as_worked_out_by_hand(
-    proposer: SuperposedProposer, oracle: Any, table: Path, temperature: float
+    drafter: SuperposedDrafter, oracle: Any, table: Path, temperature: float
 ) -> None:
     """Sum of embeddings, table, interpolation, noise and survivors at depths 1 to 4, over the whole vocabulary."""
     params = SamplingParams(temperature=temperature, seed=11, ignore_eos=True)
@@ -206,26 +206,26 @@ def test_mixtures_are_as_worked_out_by_hand(
     for prefix in ([40, 41, 42], [7] * 5, [200, 3, 90, 91], [251, 17]):
         for num_tokens in (1, 2, 4):
             expected = by_hand(oracle, NgramTable.load(table), prefix, params, num_tokens, 3)
-            chains = proposed(proposer, prefix, params, num_tokens, 3)
+            chains = proposed(drafter, prefix, params, num_tokens, 3)
             assert [chain.token_ids for chain in chains] == [ids for ids, _ in expected]
             for chain, (_, shares) in zip(chains, expected, strict=True):
                 assert chain.confidences == pytest.approx([255 * share for share in shares], abs=0.51)
-        raised += chains != proposed(proposer, [*prefix[:-1], prefix[-1] ^ 1], params, 4, 3)
+        raised += chains != proposed(drafter, [*prefix[:-1], prefix[-1] ^ 1], params, 4, 3)
     assert raised
 
 
-def test_the_table_changes_what_is_drafted(folder: Path, proposer: SuperposedProposer) -> None:
+def test_the_table_changes_what_is_drafted(folder: Path, drafter: SuperposedDrafter) -> None:
     """Without it all sequences share a row's distribution, from the second id on; the first ids are the model's own."""
     plain = superposed(folder, num_sequences=3)
     changed = 0
     for start in range(10):
         prefix = [start, 50 + start]
-        assert proposed(plain, prefix, GREEDY, 1, 3) == proposed(proposer, prefix, GREEDY, 1, 3)
-        changed += proposed(plain, prefix, GREEDY, 4, 3) != proposed(proposer, prefix, GREEDY, 4, 3)
+        assert proposed(plain, prefix, GREEDY, 1, 3) == proposed(drafter, prefix, GREEDY, 1, 3)
+        changed += proposed(plain, prefix, GREEDY, 4, 3) != proposed(drafter, prefix, GREEDY, 4, 3)
     assert changed > 5
 
 
-def test_batched_equals_alone(proposer: SuperposedProposer) -> None:
+def test_batched_equals_alone(drafter: SuperposedDrafter) -> None:
     """Rows and sums of one forward never mix: prefixes, K, widths and parameters differ per ask (C04)."""
     rng = random.Random(9)
     cases = [
@@ -237,24 +237,24 @@ def test_batched_equals_alone(proposer: SuperposedProposer) -> None:
         )
         for _ in range(SESSIONS_AT_ONCE + 6)
     ]
-    alone = [proposed(proposer, prefix, params, num_tokens, width) for prefix, params, num_tokens, width in cases]
-    sessions = [proposer.open(prefix, params) for prefix, params, _, _ in cases]
+    alone = [proposed(drafter, prefix, params, num_tokens, width) for prefix, params, num_tokens, width in cases]
+    sessions = [drafter.open(prefix, params) for prefix, params, _, _ in cases]
     asks = [Ask(s, num_tokens, width) for s, (_, _, num_tokens, width) in zip(sessions, cases, strict=True)]
-    assert proposer.propose(asks) == alone
+    assert drafter.propose(asks) == alone
     for session in sessions:
-        proposer.close(session)
-    assert proposer.kv_used_tokens == 0
+        drafter.close(session)
+    assert drafter.kv_used_tokens == 0
 
 
-def test_what_has_ended_is_not_fed_any_more(proposer: SuperposedProposer) -> None:
+def test_what_has_ended_is_not_fed_any_more(drafter: SuperposedDrafter) -> None:
     """Nothing follows an end; the other sequences go on without it, and where all have ended nothing is computed."""
     prefix = [3, 1, 4, 1, 5]
-    first = proposed(proposer, prefix, GREEDY, 1, 3)
+    first = proposed(drafter, prefix, GREEDY, 1, 3)
     ends = frozenset(chain.token_ids[0] for chain in first)
     stopping = dataclasses.replace(GREEDY, stop_token_ids=ends)
-    assert proposed(proposer, prefix, stopping, 5, 3) == first
+    assert proposed(drafter, prefix, stopping, 5, 3) == first
     best = dataclasses.replace(GREEDY, stop_token_ids=frozenset(first[0].token_ids))
-    chains = proposed(proposer, prefix, best, 5, 8)
+    chains = proposed(drafter, prefix, best, 5, 8)
     assert first[0] in chains
     assert any(len(chain.token_ids) == 5 for chain in chains)
     assert not any(first[0].token_ids[0] in chain.token_ids[:-1] for chain in chains)
@@ -272,33 +272,33 @@ def test_a_sequence_ends_before_an_unlikely_token(folder: Path, table: Path) -> 
     assert proposed(superposed(folder, min_confidence=1.0), [1, 5, 6], GREEDY, 6, 3) == []
 
 
-def test_context_limit_is_respected(proposer: SuperposedProposer) -> None:
+def test_context_limit_is_respected(drafter: SuperposedDrafter) -> None:
     """C21: up to its own limit it drafts what fits; past it, and where nothing is asked, it abstains."""
-    near = proposer.open([1] * (CONTEXT - 3), GREEDY)
+    near = drafter.open([1] * (CONTEXT - 3), GREEDY)
     past, fine, empty = (
-        proposer.open([1] * (CONTEXT + 50), GREEDY),
-        proposer.open([1, 2], GREEDY),
-        proposer.open([], GREEDY),
+        drafter.open([1] * (CONTEXT + 50), GREEDY),
+        drafter.open([1, 2], GREEDY),
+        drafter.open([], GREEDY),
     )
-    answers = proposer.propose([Ask(near, 8, 2), Ask(past, 8, 2), Ask(fine, 8, 2), Ask(empty, 8, 2)])
+    answers = drafter.propose([Ask(near, 8, 2), Ask(past, 8, 2), Ask(fine, 8, 2), Ask(empty, 8, 2)])
     assert [[len(chain.token_ids) for chain in chains] for chains in answers] == [[3, 3], [], [8, 8], []]
-    assert proposer.propose([Ask(fine, 0, 2), Ask(near, 8, 0)]) == [[], []]
+    assert drafter.propose([Ask(fine, 0, 2), Ask(near, 8, 0)]) == [[], []]
     for session in (near, past, fine, empty):
-        proposer.close(session)
-    assert proposer.kv_used_tokens == 0
+        drafter.close(session)
+    assert drafter.kv_used_tokens == 0
 
 
-def test_ids_in_the_padding_are_never_emitted_nor_fed(proposer: SuperposedProposer) -> None:
+def test_ids_in_the_padding_are_never_emitted_nor_fed(drafter: SuperposedDrafter) -> None:
     """C07: neither the model's rows nor the table's counts past the tokenizer's size can win; a prefix with an id past
     the embeddings abstains, also where the rows of sums begin."""
     hot = SamplingParams(temperature=5.0, seed=1, ignore_eos=True)
-    session, foreign = proposer.open([280, 299, 270], hot), proposer.open([1, 2, 300], GREEDY)
-    answers = proposer.propose([Ask(session, 30, 6), Ask(foreign, 4, 3)])
+    session, foreign = drafter.open([280, 299, 270], hot), drafter.open([1, 2, 300], GREEDY)
+    answers = drafter.propose([Ask(session, 30, 6), Ask(foreign, 4, 3)])
     assert len(answers[0]) >= 3
     assert all(token < VOCAB for chain in answers[0] for token in chain.token_ids)
     assert answers[1] == []
-    proposer.close(session)
-    proposer.close(foreign)
+    drafter.close(session)
+    drafter.close(foreign)
 
 
 def test_rows_that_are_not_finite_abstain_alone(folder: Path, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_rows_that_are_not_finite_abstain_alone(folder: Path, tmp_path: Path) ->
     model.save_pretrained(tmp_path / "model")
     for path in folder.glob("tokenizer*"):
         (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
-    broken = superposed(tmp_path / "model", deterministic=False)
+    broken = superposed(tmp_path / "model", batch_invariant=False)
     poisoned, ending, fine = (broken.open(prefix, GREEDY) for prefix in ([1, 200, 3], [1, 2, 3], [11, 12, 13]))
     answers = broken.propose([Ask(session, 4, 3) for session in (poisoned, ending, fine)])
     assert answers[0] == []
@@ -346,9 +346,9 @@ def test_a_sum_is_fed_as_the_model_feeds_embeddings(tmp_path: Path, family: str,
     embeddings, by modules, by the decoder and by the accelerator's way; and the ids of texts keep theirs."""
     wide = {"head_dim": 32} if family.startswith("gemma") else {}
     path = make_tiny_model(tmp_path / "model", family, 300, dtype=getattr(torch, dtype), hidden=128, context=64, **wide)
-    proposer = superposed(path, dtype=dtype)
-    rows = proposer._drafting._rows
-    runners = [proposer._runner]
+    drafter = superposed(path, dtype=dtype)
+    rows = drafter._drafting._rows
+    runners = [drafter._runner]
     if family == "llama" and dtype == "float32":
         runners.append(GpuRunner(rows.loaded, 2048, False))
     for runner in runners:
@@ -418,19 +418,17 @@ def test_survivors_are_the_most_probable_of_all_continuations() -> None:
     assert [[token for token, _ in path] for path in other.proposals(5)] == [[5, 1], [5, 2], [6]]
 
 
-def test_facts_and_options(folder: Path, proposer: SuperposedProposer, tmp_path: Path) -> None:
+def test_facts_and_options(folder: Path, drafter: SuperposedDrafter, tmp_path: Path) -> None:
     """It is of the draft model's family, tokenizer and limits; a table of another tokenizer is refused with both
     fingerprints, other mistakes by the option's name."""
-    assert proposer.model_info is not None
-    assert (proposer.family, superposed(folder, family="own").family) == ("neural", "own")
-    assert (proposer.model_info.vocab_size, proposer.context_limit) == (VOCAB, CONTEXT)
+    assert drafter.model_info is not None
+    assert (drafter.family, superposed(folder, family="own").family) == ("neural", "own")
+    assert (drafter.model_info.vocab_size, drafter.context_limit) == (VOCAB, CONTEXT)
     assert superposed(folder, context_limit=10).context_limit == 10
-    for path, fingerprint in ((tmp_path / "own.npz", proposer.tokenizer_fingerprint), (tmp_path / "other.npz", "else")):
+    for path, fingerprint in ((tmp_path / "own.npz", drafter.tokenizer_fingerprint), (tmp_path / "other.npz", "else")):
         NgramTable.build([[1, 2, 3]], tokenizer_fingerprint=fingerprint).save(path)
     superposed(folder, table=tmp_path / "own.npz")
-    with pytest.raises(
-        ConfigError, match=f"option table: .*else, the draft model has {proposer.tokenizer_fingerprint}"
-    ):
+    with pytest.raises(ConfigError, match=f"option table: .*else, the draft model has {drafter.tokenizer_fingerprint}"):
         superposed(folder, table=tmp_path / "other.npz")
     with pytest.raises(ConfigError, match="what is served has served"):
         create("superposed", options(folder), "served")
@@ -448,11 +446,11 @@ def test_facts_and_options(folder: Path, proposer: SuperposedProposer, tmp_path:
         superposed(folder, table=tmp_path / "none.npz")
 
 
-def test_it_can_be_a_stage(folder: Path, proposer: SuperposedProposer) -> None:
+def test_it_can_be_a_stage(folder: Path, drafter: SuperposedDrafter) -> None:
     """As every kind, it answers what may follow its own proposal's beginning, and leaves its session as it was."""
-    session: NeuralSession = proposer.open([8, 9, 10], GREEDY)
-    whole = proposer.propose([Ask(session, 5)])[0][0].token_ids
-    assert proposer.ids_after(session, whole[:2], 3) == whole[2:]
-    assert proposer.ids_after(session, [whole[0] ^ 1], 3) == ()
+    session: NeuralSession = drafter.open([8, 9, 10], GREEDY)
+    whole = drafter.propose([Ask(session, 5)])[0][0].token_ids
+    assert drafter.ids_after(session, whole[:2], 3) == whole[2:]
+    assert drafter.ids_after(session, [whole[0] ^ 1], 3) == ()
     assert session.cache.length == 3
-    proposer.close(session)
+    drafter.close(session)

@@ -11,7 +11,7 @@ from moot.rpc import convert
 from moot.rpc.interceptors import status_of
 from moot.runtime.metrics import MOVE_REASONS, REFUSAL_CODES
 from moot.v1 import verifier_service_pb2 as pb
-from services.router.api.errors import describe
+from services.router.api.error_responses import describe
 
 CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MootError)]
 

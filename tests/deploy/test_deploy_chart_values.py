@@ -13,7 +13,7 @@ import yaml
 
 from moot.config import load_config
 from moot.core.options import flat_options, value_at
-from moot.drafters.base import parse_options
+from moot.drafters.interface import parse_options
 from moot.drafters.registry import MODEL_FREE_KINDS, load_kind
 from moot.rpc.identity import ROLES, Identity, identity_of
 from moot.rpc.link import LinkConfig

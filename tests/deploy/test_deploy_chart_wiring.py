@@ -9,7 +9,7 @@ import pytest
 
 from moot.config import load_config
 from services.router.config import RouterConfig
-from services.router.generation.electorate import parse_priors
+from services.router.generation.drafter_set import parse_priors
 from tests.deploy.charts import MINIMAL, Manifest, of_kind, one, pod_templates, render, rendered
 
 ROLES = ("router", "verifier", "drafter-pool")

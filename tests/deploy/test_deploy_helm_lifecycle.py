@@ -27,7 +27,7 @@ class Cluster:
         self._kubeconfig = kubeconfig
 
     def helm(self, *arguments: str) -> str:
-        # A server of one's own need not be spared.
+        # A server of one's own need not be skipped.
         where = ("--kubeconfig", self._kubeconfig, "-n", NAMESPACE, "--qps", "1000", "--burst-limit", "1000")
         command = [tool(self._version), *arguments, *where]
         # What helm keeps of its own goes where the test's files are.

@@ -10,7 +10,7 @@ import pytest
 
 from moot.core.errors import ConfigError
 from moot.core.types import SamplingParams
-from moot.drafters.base import Ask
+from moot.drafters.interface import Ask
 from moot.drafters.registry import BUILT_IN_KINDS, attached_kinds, create, known_kinds
 
 PAGES = Path(__file__).parents[2] / "docs" / "drafters"
@@ -47,17 +47,17 @@ def test_the_example_is_thirty_lines_and_proposes(installed: Path) -> None:
     code = block("python", "moot_phrases.py")
     assert len([line for line in code.splitlines() if line and not line.startswith("#")]) <= 30
     assert "phrases" in known_kinds()
-    proposer = create("phrases", {"vocab_size": 100, "path": str(installed)})
-    assert proposer.family == "phrases"
-    session = proposer.open([1, 2, 10, 11], PARAMS)
+    drafter = create("phrases", {"vocab_size": 100, "path": str(installed)})
+    assert drafter.family == "phrases"
+    session = drafter.open([1, 2, 10, 11], PARAMS)
     asks = [Ask(session, 2, 1), Ask(session, 8, 3), Ask(session, 1, 3)]
-    found = [[chain.token_ids for chain in chains] for chains in proposer.propose(asks)]
+    found = [[chain.token_ids for chain in chains] for chains in drafter.propose(asks)]
     assert found == [[(12, 13)], [(12, 13, 14), (20,)], [(12,), (20,)]]
-    assert proposer.propose([Ask(session, 2)])[0][0].confidences == (63, 63)
-    proposer.extend(session, [7])
-    assert proposer.propose([Ask(session, 2)]) == [[]]  # 500 is outside the vocabulary
-    proposer.extend(session, [9])
-    assert proposer.propose([Ask(session, 2)]) == [[]]
+    assert drafter.propose([Ask(session, 2)])[0][0].confidences == (63, 63)
+    drafter.extend(session, [7])
+    assert drafter.propose([Ask(session, 2)]) == [[]]  # 500 is outside the vocabulary
+    drafter.extend(session, [9])
+    assert drafter.propose([Ask(session, 2)]) == [[]]
     with pytest.raises(ConfigError, match="needs option path"):
         create("phrases", {"vocab_size": 100})
 

@@ -40,7 +40,7 @@ def all_return(system: System) -> None:
 
 def test_garbage_is_dropped_counted_and_ejected(hostile: System) -> None:
     """C20: ids outside the vocabulary, too many, none, wrong confidences: dropped and counted, ejected after three
-    strikes, back after a while, and the text is right all along."""
+    failures, back after a while, and the text is right all along."""
     before = dropped(hostile, "garbage")
     first = ask(hostile, ["garbage", "good"])
     assert first["metrics"]["num_accepted_tokens"] > 20

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moot.core.types import SamplingParams
-from moot.testing.drafter import Manner
+from moot.testing.scripted_drafter import Manner
 from tests.integration.api import COMPLETIONS, choice_of, events, ids_of, post, streaming, whole
 from tests.integration.asking import Ask
 from tests.integration.looping_model import END_ID, ENDING, greedy_ids
@@ -241,8 +241,8 @@ def test_requests_side_by_side_do_not_mix(looping: Looping) -> None:
     ]
     alone = [choice_of(looping.tree, body) for body in bodies]
     with ThreadPoolExecutor(30) as pool:
-        together = list(pool.map(lambda body: choice_of(looping.tree, body), bodies))
-    for one, other in zip(alone, together, strict=True):
+        batched = list(pool.map(lambda body: choice_of(looping.tree, body), bodies))
+    for one, other in zip(alone, batched, strict=True):
         assert {**one, "metrics": 0} == {**other, "metrics": 0} | {"usage": one["usage"]}
         assert one["usage"]["completion_tokens"] == other["usage"]["completion_tokens"]
         assert other["metrics"]["num_accepted_tokens"] <= other["metrics"]["num_draft_tokens"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from moot.client import Answer, Client, RequestFailed
+from moot.client import Client, RequestFailed, StreamedAnswer
 from moot.testing.tiny_model import make_tiny_model
 from tests.waiting import GIVE_UP_S, until
 
@@ -115,7 +115,7 @@ def served(model: Path, cache: Path, **settings: str) -> Iterator[tuple[subproce
             process.stdout.close()
 
 
-def ask(url: str, drafting: bool = True) -> Answer:
+def ask(url: str, drafting: bool = True) -> StreamedAnswer:
     body = {
         "messages": [{"role": "user", "content": "abc abc abc"}],
         "temperature": 0,
@@ -124,7 +124,7 @@ def ask(url: str, drafting: bool = True) -> Answer:
         "include_metrics": True,
         "num_speculative_tokens": 3 if drafting else 0,
     }
-    answer = Answer()
+    answer = StreamedAnswer()
     for _ in Client(url).stream_chat(body, answer):
         pass
     return answer

@@ -103,7 +103,7 @@ def test_drafters_that_cannot_be_reached_are_done_without(rig: Rig, direction: s
 
 
 @pytest.mark.parametrize("names", [("garbage",), ("late",), (*BAD, *GOOD)])
-def test_nonsense_and_lateness_cost_three_strikes(rig: Rig, names: tuple[str, ...]) -> None:
+def test_nonsense_and_lateness_cost_three_failures(rig: Rig, names: tuple[str, ...]) -> None:
     """Answers that cannot be used, or come too late, are dropped and counted; the third ejects for a while."""
     router, bad = rig.system.router, [name for name in names if name in ("garbage", "late")]
     before = {name: router.metric("moot_proposals_dropped_total", drafter=name) for name in bad}

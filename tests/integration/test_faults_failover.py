@@ -10,9 +10,9 @@ import pytest
 
 from moot.core.types import FinishReason
 from moot.testing.tiny_model import make_tiny_model
-from services.router.generation.types import RequestRecord
+from services.router.generation.request_types import RequestRecord
 from services.router.store import StoreConfig
-from services.router.store.server import RedisLink, RedisStore
+from services.router.store.record_server import RedisLink, RedisStore
 from tests.integration.asking import Ask, Reply, assert_same
 from tests.integration.faulty import STEP_DELAY, Rig, body
 from tests.integration.processes import Process, equal_to, wait_metric

@@ -17,10 +17,10 @@ from moot.runtime.metrics import Metrics
 from moot.testing.tiny_model import make_tiny_model
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
 from services.router.api.text import IncrementalText
-from services.router.api.tokenizer import TokenBytes
+from services.router.api.tokenization import TokenBytes
 from services.router.config import RouterConfig
+from services.router.generation.request_types import GenerationRequest, RequestRecord
 from services.router.generation.rounds import Rounds, ServedModel
-from services.router.generation.types import GenerationRequest, RequestRecord
 from services.router.lifecycle import Peers
 from services.router.store import DurableStore, open_store
 from tests.integration.asking import Ask
@@ -107,7 +107,7 @@ async def fresh_router(system: System) -> AsyncIterator[FreshRouter]:
     model = ServedModel("tiny", tokenizer_fingerprint(tokenizer))
     peers.start()
     try:
-        rounds = Rounds(peers.targets, peers.electorate, store, model, metrics, config.max_buffered_spans)
+        rounds = Rounds(peers.targets, peers.drafter_set, store, model, metrics, config.max_buffered_commits)
         yield FreshRouter(rounds, store, TokenBytes(tokenizer))
         assert rounds.num_running == 0
     finally:

@@ -13,13 +13,13 @@ import pytest
 from lab.replay.evaluate import Policies, Replay, outcome_of
 from lab.replay.folder import open_recording
 from lab.replay.making import Machine, TextPlan, make_texts
-from lab.replay.prompts import Prompt
+from lab.replay.recorded_texts import TargetText
 from lab.replay.recorder import Asking, record_drafter
-from lab.replay.texts import TargetText
+from lab.replay.replay_prompts import Prompt
 from moot.client import Client
 from moot.core.errors import ConfigError
 from moot.core.generation import Generation
-from moot.drafters.base import parse_entries
+from moot.drafters.interface import parse_entries
 from moot.testing.tiny_model import make_tiny_model
 from tests.integration.api import CHAT, choice_of
 from tests.integration.shared_systems import FIXED, make_alike

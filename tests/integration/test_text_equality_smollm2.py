@@ -1,4 +1,4 @@
-"""A real model in bfloat16, in deterministic mode, as services on a CPU: the text of plain decoding, id by id."""
+"""A real model in bfloat16, in batch-invariant mode, as services on a CPU: the text of plain decoding, id by id."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARAMS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "
 @pytest.fixture(scope="module")
 def smollm2(systems_folder: Path) -> Iterator[System]:
     model = prepare(SMOLLM2, cache_dir())
-    verifier = ("--dtype", "bfloat16", "--deterministic", "on", "--num-threads", "2", "--stall-limit-s", "120")
+    verifier = ("--dtype", "bfloat16", "--batch-invariant", "on", "--num-threads", "2", "--stall-limit-s", "120")
     patient = ("--open-timeout-s", "120", "--verify-timeout-s", "60", "--max-missed-heartbeats", "10")
     with running(
         systems_folder / "smollm2-logs",
@@ -65,10 +65,10 @@ def test_texts_of_a_real_model_do_not_depend_on_drafts_or_company(smollm2: Syste
     cold = [ask(body, 0, f"{params} {number}") for number, body in enumerate(bodies)]
     warm = [ask(body, 8, "shared") for body in bodies]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        together = list(pool.map(ask, bodies, (8, 0, 4, 8), itertools.repeat("shared")))
+        batched = list(pool.map(ask, bodies, (8, 0, 4, 8), itertools.repeat("shared")))
     assert [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in cold] == [0] * len(bodies)
-    assert all(one["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64 for one in (*warm[1:], *together))
-    for plain, alone, beside in zip(cold, warm, together, strict=True):
+    assert all(one["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64 for one in (*warm[1:], *batched))
+    for plain, alone, beside in zip(cold, warm, batched, strict=True):
         for drafted in (alone, beside):
             assert drafted["token_ids"] == plain["token_ids"]
             assert drafted["message"] == plain["message"]

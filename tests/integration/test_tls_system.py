@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from moot.rpc.identity import Identity
-from moot.testing.certificates import Authority, PodFiles, shown_serial_number
+from moot.testing.made_certificates import Authority, PodFiles, shown_serial_number
 from moot.testing.tiny_model import make_tiny_model
 from tests.integration.asking import Ask, Reply, assert_same, plain
 from tests.integration.faulty import STEP_DELAY, body, num_proposed

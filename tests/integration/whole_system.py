@@ -25,7 +25,7 @@ from tests.waiting import until
 _LINK_FLAGS = ("--keepalive-time-ms", "1000", "--keepalive-timeout-ms", "5000")
 
 VERIFIER_FLAGS = (
-    *("--device", "cpu", "--dtype", "float32", "--deterministic", "on", "--num-threads", "1"),
+    *("--device", "cpu", "--dtype", "float32", "--batch-invariant", "on", "--num-threads", "1"),
     *("--kv-capacity-tokens", "65536", "--heartbeat-interval-s", "0.5", "--drain-grace-s", "60"),
     *_LINK_FLAGS,
 )
@@ -35,7 +35,7 @@ WATCHFUL = ("--heartbeat-interval-s", str(HEARTBEAT_S), "--max-missed-heartbeats
 """For the tests of verifiers that fall silent. Elsewhere none is given up that is only slow."""
 ROUTER_FLAGS = (
     *("--heartbeat-interval-s", str(HEARTBEAT_S), "--max-missed-heartbeats", "60", "--no-verifier-wait-s", "3"),
-    *("--open-timeout-s", "30", "--verify-timeout-s", "30", "--probation-wait-s", "2"),
+    *("--open-timeout-s", "30", "--verify-timeout-s", "30", "--suspect-wait-s", "2"),
     *("--backoff-min-s", "0.05", "--backoff-max-s", "0.5", "--refused-retry-s", "1"),
     *("--describe-timeout-ms", "5000"),
     *("--vote-soft-deadline-ms", "100", "--vote-hard-deadline-ms", "300"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moot.model.backend import plain_runner
-from moot.model.cache.base import KvCache
+from moot.model.cache.kv_cache import KvCache
 from moot.model.inputs import SequenceInput
 from moot.model.loading.load import DTYPES, load_model
 from moot.model.runner import ModelRunner
@@ -69,7 +69,7 @@ def plain_and_half(path: Path, token_ids: Sequence[int]) -> tuple[Tensor, float]
 
 
 def assert_is_the_plain_pass(path: Path) -> None:
-    """In deterministic mode and float64: transformers' own logits, and the same bits whatever the chunks."""
+    """In batch-invariant mode and float64: transformers' own logits, and the same bits whatever the chunks."""
     token_ids = random_ids(90)
     runner = plain_runner(load_model(path, dtype="float64"), 1024, True)
     logits, _ = run_chunks(runner, token_ids, [50, 3, 1])

@@ -27,14 +27,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BOUNDS = {"float32": 5e-6, "float64": 1e-12}
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("batch_invariant", [True, False])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_plain_forward(tmp_path: Path, family: str, dtype: str, deterministic: bool) -> None:
+def test_logits_are_those_of_the_plain_forward(tmp_path: Path, family: str, dtype: str, batch_invariant: bool) -> None:
     """Chunks of any size, over a page border, give the plain forward's logits for every family."""
     path = make_tiny_model(tmp_path, family)
     token_ids = random_ids(530)
-    runner = plain_runner(load_model(path, dtype=dtype), 2048, deterministic)
+    runner = plain_runner(load_model(path, dtype=dtype), 2048, batch_invariant)
     logits, _ = run_chunks(runner, token_ids, [1, 2, 40, 460, 5, 9])
     # Where scores are capped, the plain forward takes its softmax in float32 in every dtype.
     bound = BOUNDS["float32" if family == "gemma2" else dtype]

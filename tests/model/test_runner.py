@@ -58,7 +58,7 @@ def test_c04_batch_of_32_with_different_acceptance(loaded: LoadedModel, mode: bo
     """32 requests with K of 0, 3 and 7, chains and trees, accepting different lengths: each is as it is alone."""
     runner = plain_runner(loaded, 32 * 512 * 2, mode)
     prompts = [random_ids(3 + 5 * index % 37, seed=index) for index in range(32)]
-    together = [run_chunks(runner, prompt, [])[1] for prompt in prompts]
+    batched = [run_chunks(runner, prompt, [])[1] for prompt in prompts]
     alone = [run_chunks(runner, prompt, [])[1] for prompt in prompts]
     for round_index in range(4):
         inputs: list[tuple[list[int], list[int] | None]] = []
@@ -67,8 +67,7 @@ def test_c04_batch_of_32_with_different_acceptance(loaded: LoadedModel, mode: bo
             tree = [-1, *[max(0, node - 2) for node in range(1, count)]] if index % 4 == 0 else None
             inputs.append((random_ids(count, seed=100 * round_index + index), tree))
         batch = [
-            SequenceInput(cache, ids, tree, range(len(ids)))
-            for cache, (ids, tree) in zip(together, inputs, strict=True)
+            SequenceInput(cache, ids, tree, range(len(ids))) for cache, (ids, tree) in zip(batched, inputs, strict=True)
         ]
         for index, logits in enumerate(runner.forward(batch)):
             ids, tree = inputs[index]
@@ -78,9 +77,9 @@ def test_c04_batch_of_32_with_different_acceptance(loaded: LoadedModel, mode: bo
                 kept = list(range(1 + (index + round_index) % len(ids)))
             else:
                 kept = [0, *([2] if len(ids) > 2 else [])]
-            together[index].commit(kept)
+            batched[index].commit(kept)
             alone[index].commit(kept)
-    for cache in together + alone:
+    for cache in batched + alone:
         cache.free()
     assert runner.pool.used_tokens == 0
 

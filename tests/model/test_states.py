@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moot.model.backend import plain_runner
-from moot.model.gpu.runner import GpuRunner
+from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.inputs import SequenceInput
 from moot.model.loading.load import LoadedModel, load_model
 from moot.testing.tiny_model import make_tiny_model

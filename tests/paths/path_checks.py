@@ -12,7 +12,7 @@ import numpy as np
 from moot.core.types import FinishReason, TokenLogprobs
 from moot.runtime.metrics import Metrics
 from moot.testing.tiny_model import SPECIAL_TOKENS
-from services.router.generation.types import GenerationMetrics, GenerationRequest
+from services.router.generation.request_types import GenerationMetrics, GenerationRequest
 from tests.paths.path_drawing import VOCAB_SIZE, Case
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from moot.core.speculation.drafter_selection import SELECTIONS
 from moot.core.speculation.length import LENGTHS
-from moot.core.speculation.panel import PANELS
 from moot.core.types import ROOT, Draft, FinishReason
-from moot.core.voting.tree import SHAPES
+from moot.core.voting.draft_trie import SHAPES
 from moot.core.voting.voting import POLICIES
 from moot.core.voting.weights import WEIGHTS
 from services.verifier.engine import Engine
@@ -74,7 +74,7 @@ def count(played: Played, seen: Counter[str]) -> None:
         seen[f"{name}: {system.settings[name]}"] += 1
     seen["cascade"] += system.settings["cascade"] < 1
     seen["hasty vote"] += system.settings["vote_hard_deadline_ms"] == HASTY[1]
-    seen["drafters sent away"] += system.settings["max_strikes"] < 10
+    seen["drafters sent away"] += system.settings["ejection_failures"] < 10
     seen[f"target: {system.target.name}"] += 1
     seen[f"drafters: {min(len(case.drafters), 5)}"] += 1
     seen[f"K: {body.get('num_speculative_tokens', 'policy')}"] += 1
@@ -109,7 +109,7 @@ def missing(seen: Counter[str]) -> list[str]:
         ("shape", SHAPES),
         ("weights", WEIGHTS),
         ("length", LENGTHS),
-        ("asks", PANELS),
+        ("asks", SELECTIONS),
     ):
         wanted |= {f"{setting}: {name}": per_500(30) for name in names}
     wanted |= {f"target: {spec.name}": per_500(15) for spec in TARGETS}

@@ -1,6 +1,6 @@
 """Cases of the path-equality suite, each drawn from its number alone: a system that serves, and a request to it. Pure.
 
-A system is a target with the drafters inside it, an electorate of 1 to 5 drafters, and a router's settings. Cases in a
+A system is a target with the drafters inside it, a drafter set of 1 to 5 drafters, and a router's settings. Cases in a
 row share one, so that they are verified together; a request's text must not depend on its neighbours.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from moot.core.speculation.drafter_selection import SELECTIONS
 from moot.core.speculation.length import LENGTHS
-from moot.core.speculation.panel import PANELS
-from moot.core.voting.tree import SHAPES
+from moot.core.voting.draft_trie import SHAPES
 from moot.core.voting.voting import POLICIES
 from moot.core.voting.weights import WEIGHTS
 
@@ -32,7 +32,7 @@ class TargetSpec:
 
     family: str
     dtype: str
-    inside: tuple[str, ...] = ()
+    attached: tuple[str, ...] = ()
     context: int = 2048
     max_model_len: int = 0
 
@@ -78,13 +78,13 @@ class System:
 
     number: int
     target: TargetSpec
-    electorate: tuple[str, ...]
+    drafter_set: tuple[str, ...]
     settings: dict[str, Any]
 
     @property
     def drafters(self) -> tuple[str, ...]:
         """All that a request can name."""
-        return (*self.electorate, *self.target.inside, *OF_REQUESTS)
+        return (*self.drafter_set, *self.target.attached, *OF_REQUESTS)
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,14 @@ def draw_system(number: int) -> System:
     if len(drawn) < 2 or draw.random() < 0.4:
         # It alone is right at will: without it hardly any draft is long.
         drawn = ["knowing", *drawn[:4]]
-    electorate = list(dict.fromkeys(drawn))
-    draw.shuffle(electorate)
+    drafter_set = list(dict.fromkeys(drawn))
+    draw.shuffle(drafter_set)
     settings: dict[str, Any] = {
         "vote": draw.choice(tuple(POLICIES)),
         "shape": draw.choice(tuple(SHAPES)),
         "weights": draw.choice(tuple(WEIGHTS)),
         "length": draw.choice(LENGTHS),
-        "asks": draw.choice(PANELS),
+        "asks": draw.choice(SELECTIONS),
         "cascade": _weighted(draw, {1.0: 3, 0.6: 1, 0.2: 1}),
         "num_speculative_tokens": _weighted(draw, {8: 8, 6: 3, 4: 2, 2: 1, 1: 1, 0: 1}),
         "max_draft_tokens": _weighted(draw, {16: 4, 32: 2, 8: 2, 4: 1, 1: 1}),
@@ -140,11 +140,11 @@ def draw_system(number: int) -> System:
         "vote_hard_deadline_ms": hard_ms,
         "vote_quorum": draw.choice((0.0, 0.5, 1.0)),
         # Either no drafter is ever sent away, however badly it behaves, or every bad one is at once and comes back.
-        "max_strikes": draw.choice((1_000_000, 1_000_000, 2)),
+        "ejection_failures": draw.choice((1_000_000, 1_000_000, 2)),
         "eject_s": 0.05,
-        "max_buffered_spans": draw.choice((1, 64)),
+        "max_buffered_commits": draw.choice((1, 64)),
     }
-    return System(number, TARGETS[number % len(TARGETS)], tuple(electorate), settings)
+    return System(number, TARGETS[number % len(TARGETS)], tuple(drafter_set), settings)
 
 
 def draw_case(number: int) -> Case:

@@ -17,7 +17,7 @@ from moot.model.backend import plain_runner
 from moot.model.loading.load import LoadedModel, load_model
 from moot.testing.tiny_model import make_tiny_model
 from services.drafter.config import DrafterConfig
-from services.drafter.serve import make_proposer
+from services.drafter.serve import make_drafter_kind
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
 from tests.paths.path_drawing import FIXED_TEXTS, LOCAL, PRINTABLE, STAGES, TARGETS, TargetSpec
@@ -67,7 +67,7 @@ class House:
             config = make_config(
                 VerifierConfig,
                 model=spec.name,
-                drafters=tuple(self._inside(spec)),
+                drafters=tuple(self._attached(spec)),
                 max_model_len=spec.max_model_len,
                 prefill_chunk_tokens=48,
                 prefix_block_tokens=16,
@@ -80,8 +80,8 @@ class House:
             await self._served[spec.name].start()
         return self._served[spec.name]
 
-    def _inside(self, spec: TargetSpec) -> Iterable[str]:
-        for name in spec.inside:
+    def _attached(self, spec: TargetSpec) -> Iterable[str]:
+        for name in spec.attached:
             if name == "heads":
                 yield f"heads:path={make_head(self.folder / f'head-{spec.name}', self.loaded(spec))}:max_tokens=5"
             elif name == "self":
@@ -101,7 +101,7 @@ class House:
         config = make_config(DrafterConfig,
             kind="superposed", drafter_id="superposed", model=str(self.model(TARGETS[0])), option=options, num_threads=1
         )  # fmt: skip
-        return Pod(config, make_proposer)
+        return Pod(config, make_drafter_kind)
 
     def _make_pod(self, name: str) -> Pod | ProtocolPod:
         first = TARGETS[0]
@@ -117,12 +117,12 @@ class House:
                 kind="neural", drafter_id=name, model=str(self.model(first)), option=options, num_threads=1,
                 draft_ahead=ahead,
             )  # fmt: skip
-            return Pod(config, make_proposer)
-        proposer = Knowing(self.known) if name == "knowing" else Wild(name)
-        proposer.family = name
+            return Pod(config, make_drafter_kind)
+        drafter = Knowing(self.known) if name == "knowing" else Wild(name)
+        drafter.family = name
         info = self.loaded(first).info
         # All ids that the wire can carry may leave this pod.
-        return Pod(make_config(DrafterConfig, kind=name, drafter_id=name), lambda config: (proposer, info))
+        return Pod(make_config(DrafterConfig, kind=name, drafter_id=name), lambda config: (drafter, info))
 
     def left(self, names: Iterable[str], spec: TargetSpec) -> dict[str, int]:
         found = self._served[spec.name].left()

@@ -17,10 +17,10 @@ from moot.runtime.metrics import Metrics
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
 from services.router.api.requests import ChatBody, parse_chat, parse_completion, plan_requests
 from services.router.api.text import IncrementalText
-from services.router.api.tokenizer import PromptTokenizer
+from services.router.api.tokenization import PromptTokenizer
 from services.router.config import RouterConfig
+from services.router.generation.request_types import GenerationChunk, GenerationRequest
 from services.router.generation.rounds import Rounds, ServedModel
-from services.router.generation.types import GenerationChunk, GenerationRequest
 from services.router.lifecycle import Peers
 from services.router.peers.local_drafters import LocalPool
 from services.router.store import MemoryStore
@@ -119,7 +119,7 @@ class Front:
         """What is still held of requests, by where."""
         peers = self.peers
         links = [link for pool in peers.pools.values() for link in pool.links.values()]
-        local = [source for source in peers.electorate.sources.values() if isinstance(source, LocalPool)]
+        local = [source for source in peers.drafter_set.sources.values() if isinstance(source, LocalPool)]
         found = {
             "requests running": self.rounds.num_running,
             "verifier links": sum(link.load + link.pool.num_held for link in peers.targets.all_links),
@@ -133,14 +133,14 @@ class Front:
 @asynccontextmanager
 async def front(house: House, system: System) -> AsyncIterator[Front]:
     target = await house.served(system.target)
-    pods = [f"{name}={(await house.pod(name)).address}" for name in system.electorate if name in PODS]
+    pods = [f"{name}={(await house.pod(name)).address}" for name in system.drafter_set if name in PODS]
     config = make_config(
         RouterConfig,
         model=str(house.model(system.target)),
         served_model_name=("tiny",),
         verifiers=(target.address,),
         drafters=tuple(pods),
-        in_process_drafters=tuple([await house.local(name) for name in system.electorate if name in LOCAL]),
+        in_process_drafters=tuple([await house.local(name) for name in system.drafter_set if name in LOCAL]),
         backoff_min_s=0.01,
         **system.settings,
     )
@@ -148,7 +148,7 @@ async def front(house: House, system: System) -> AsyncIterator[Front]:
     metrics = Metrics("router")
     peers = Peers(config, tokenizer, metrics)
     model = ServedModel("tiny", tokenizer_fingerprint(tokenizer))
-    rounds = Rounds(peers.targets, peers.electorate, MemoryStore(), model, metrics, config.max_buffered_spans)
+    rounds = Rounds(peers.targets, peers.drafter_set, MemoryStore(), model, metrics, config.max_buffered_commits)
     prompts = PromptTokenizer(tokenizer, timeout_s=GIVE_UP_S, num_threads=1, max_prompt_bytes=1 << 20)
     try:
         peers.start()
@@ -169,7 +169,7 @@ async def play(house: House, cases: Sequence[Case]) -> list[Played]:
         await asyncio.gather(*(_generate(router, played) for played in done))
 
         def left() -> dict[str, int]:
-            return router.left() | house.left(system.electorate, system.target)
+            return router.left() | house.left(system.drafter_set, system.target)
 
         try:
             await eventually(lambda: not left(), house.patience_s)
@@ -246,11 +246,11 @@ async def play_all(
     """Systems one after the other. `is_alone`: each case without its neighbours."""
     cases = [draw_case(number) for number in numbers]
     for _, own in itertools.groupby(cases, lambda case: case.number if is_alone else case.system.number):
-        together = list(own)
+        batched = list(own)
         try:
-            done = await play(house, together)
+            done = await play(house, batched)
         except Exception as error:
-            error.add_note(f"while playing system {together[0].system.number}")
+            error.add_note(f"while playing system {batched[0].system.number}")
             raise
         for played in done:
             on_played(played)
@@ -263,7 +263,7 @@ def describe(played: Played) -> str:
         f"case {case.number} of system {case.system.number} is wrong; again:"
         f" python -m tests.paths --case {case.number},"
         f" with its neighbours: python -m tests.paths --system {case.system.number}",
-        f"  target {case.system.target.name}, electorate {', '.join(case.system.electorate)}",
+        f"  target {case.system.target.name}, drafter set {', '.join(case.system.drafter_set)}",
         f"  settings {case.system.settings}",
         f"  body {case.body}",
         f"  ending {case.ending} at {case.place:.3f}, prediction {case.prediction}, staggered {case.is_staggered}",

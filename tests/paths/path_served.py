@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from moot.core.types import ModelInfo
-from moot.drafters.base import Proposer
-from moot.rpc.server import GrpcServer
+from moot.drafters.interface import Drafter
+from moot.rpc.grpc_server import GrpcServer
 from moot.runtime.metrics import Metrics
 from moot.runtime.worker import WorkerThread
 from moot.testing import Manner, ScriptedDrafter, ScriptedText
 from moot.v1 import drafter_service_pb2_grpc, verifier_service_pb2_grpc
 from services.drafter.config import DrafterConfig
-from services.drafter.engine import DrafterEngine
+from services.drafter.drafter_engine import DrafterEngine
 from services.drafter.servicer import DrafterServicer, description_to_pb
 from services.verifier.engine import Engine
 from services.verifier.servicer import VerifierServicer
@@ -68,20 +68,20 @@ class ServedTarget(_Served):
             "verifier commands": engine.stats.num_queued,
             "verifier cache tokens": engine.runner.pool.used_tokens,
             "scheduler": serving.scheduler.num_admitted + serving.scheduler.num_waiting,
-            "gathering": len(serving.gathering),
-            "drafters inside": sum(getattr(one, "num_sessions", 0) for one in serving.inside.drafters),
+            "gathering": len(serving.batching_delay),
+            "drafters inside": sum(getattr(one, "num_sessions", 0) for one in serving.attached.drafters),
         }
 
 
 class Pod(_Served):
     """A drafter as a service on loopback."""
 
-    def __init__(self, config: DrafterConfig, make: Callable[[DrafterConfig], tuple[Proposer[Any], ModelInfo]]) -> None:
+    def __init__(self, config: DrafterConfig, make: Callable[[DrafterConfig], tuple[Drafter[Any], ModelInfo]]) -> None:
         self._worker = WorkerThread(config.drafter_id)
-        self._proposer, info = self._worker.submit(lambda: make(config)).result(timeout=60)
-        self.engine = DrafterEngine(self._proposer, config, Metrics("drafter"), info.vocab_size)
+        self._drafter, info = self._worker.submit(lambda: make(config)).result(timeout=60)
+        self.engine = DrafterEngine(self._drafter, config, Metrics("drafter"), info.vocab_size)
         super().__init__(self.engine, GrpcServer(config.link, ()))
-        description = description_to_pb(self._proposer.kind, self._proposer.family, info)
+        description = description_to_pb(self._drafter.kind, self._drafter.family, info)
         servicer = DrafterServicer(
             self.engine,
             description,
@@ -95,7 +95,7 @@ class Pod(_Served):
         self.engine.start(self._worker)
 
     def left(self) -> dict[str, int]:
-        return {"sessions": self.engine.num_sessions, "cache tokens": getattr(self._proposer, "kv_used_tokens", 0)}
+        return {"sessions": self.engine.num_sessions, "cache tokens": getattr(self._drafter, "kv_used_tokens", 0)}
 
 
 class ProtocolPod:

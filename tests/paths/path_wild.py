@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Ask, Proposer
+from moot.drafters.interface import Ask, Drafter
 from tests.paths.path_drawing import VOCAB_SIZE
 
 Known = dict[int, tuple[int, tuple[int, ...]]]
@@ -20,7 +20,7 @@ class Told:
     params: SamplingParams
 
 
-class _Told(Proposer[Told]):
+class _Told(Drafter[Told]):
     family = ""
     context_limit = 100_000
 

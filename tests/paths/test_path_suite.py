@@ -15,7 +15,7 @@ import pytest
 from moot.core.acceptance import Walk, walk
 from moot.core.types import ROOT
 from services.verifier.engine import Engine
-from services.verifier.sessions import Session, Work
+from services.verifier.sessions import DrafterSession, PendingWork
 from services.verifier.step import StepRunner
 from services.verifier.walks import Walks, row_of_nodes
 from tests.paths.path_checks import check_choice
@@ -66,17 +66,17 @@ def test_a_case_is_drawn_from_its_number_alone() -> None:
 
 def wrong_walks(
     *,
-    token_of: Callable[[Work, int, int], int] = lambda work, node, token: token,
+    token_of: Callable[[PendingWork, int, int], int] = lambda work, node, token: token,
     path_at: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda path: path,
     position_at: Callable[[int, int], int] = lambda length, depth: length + depth,
-    kept: Callable[[Work, Walk], Walk] = lambda work, walked: walked,
+    kept: Callable[[PendingWork, Walk], Walk] = lambda work, walked: walked,
     ends: Callable[[bool, int], bool] = lambda is_end, number: is_end,
     rows_of: Callable[[list[int]], list[int]] = lambda rows: rows,
 ) -> type[Walks]:
     """Walks that differ from the real ones in one place."""
 
     class Mutant(Walks):
-        def walk(self, session: Session, work: Work, logits: Any) -> tuple[Walk, list[int]]:
+        def walk(self, session: DrafterSession, work: PendingWork, logits: Any) -> tuple[Walk, list[int]]:
             row_of = row_of_nodes(work)
             rows: list[int] = []
 
@@ -98,17 +98,17 @@ def wrong_walks(
     return Mutant
 
 
-def unchecked(work: Work, node: int, token: int) -> int:
+def unchecked(work: PendingWork, node: int, token: int) -> int:
     """The first draft token is accepted unseen."""
     return work.draft.token_ids[0] if node == ROOT and work.draft.token_ids else token
 
 
-def one_wrong_below(work: Work, node: int, token: int) -> int:
+def one_wrong_below(work: PendingWork, node: int, token: int) -> int:
     """The third token of a chain is accepted where its parent was."""
     return work.draft.token_ids[2] if node == 1 and len(work.draft) > 2 and work.draft.parents[2] == 1 else token
 
 
-def siblings_row(work: Work, walked: Walk) -> Walk:
+def siblings_row(work: PendingWork, walked: Walk) -> Walk:
     """Where an accepted token has a sibling, that one's keys and values are kept."""
     draft = work.draft
 
@@ -184,7 +184,7 @@ def test_what_a_request_leaves_behind_is_caught(models: Path) -> None:
     def change(engine: Engine) -> None:
         end = engine.serving._end
 
-        def forgetful(session: Session) -> None:
+        def forgetful(session: DrafterSession) -> None:
             if session.length % 3 == 0:
                 session.cache.free = lambda: None  # type: ignore[method-assign]
             end(session)

@@ -13,9 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moot.core import errors
+from moot.rpc.grpc_server import GrpcServer, run_until_terminated
 from moot.rpc.interceptors import status_of
 from moot.rpc.link import ITEM_OVERHEAD_BYTES, FrameQueue, FrameQueueFull, LinkConfig, open_channel
-from moot.rpc.server import GrpcServer, run_until_terminated
 from moot.runtime.metrics import Metrics
 from moot.runtime.process import PeerOptions
 from moot.v1 import drafter_service_pb2 as pb

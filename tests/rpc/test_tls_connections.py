@@ -20,12 +20,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moot.core.errors import PeerLost, PeerRefused
 from moot.rpc.certificates import check, read_pems
+from moot.rpc.grpc_server import GrpcServer
 from moot.rpc.identity import Identity
 from moot.rpc.link import LinkConfig, failure_of, open_channel
-from moot.rpc.server import GrpcServer
 from moot.rpc.tls import PodTls
 from moot.runtime.metrics import Metrics
-from moot.testing.certificates import Authority, Leaf, PodFiles, shown_serial_number
+from moot.testing.made_certificates import Authority, Leaf, PodFiles, shown_serial_number
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc as pb_grpc
 from tests.waiting import GIVE_UP_S, eventually

@@ -26,7 +26,7 @@ from moot.core.errors import ConfigError
 from moot.rpc.identity import Identity, identity_of
 from moot.rpc.tls import PodTls, TlsOptions, open_tls
 from moot.runtime.metrics import Metrics
-from moot.testing.certificates import Authority, Leaf, PodFiles
+from moot.testing.made_certificates import Authority, Leaf, PodFiles
 
 ROUTER = Identity("prod", "demo", "router")
 VERIFIER = ROUTER.peer("verifier")
@@ -245,8 +245,7 @@ def test_a_bundle_may_hold_an_authority_that_has_ended(tmp_path: Path) -> None:
 
 def test_processes_without_certificates_load_no_library_for_them() -> None:
     """Plain text costs nothing: neither time nor memory."""
-    script = (
-        "import sys, services.router.peers.links, moot.rpc.server, moot.testing; print('cryptography' in sys.modules)"
-    )
+    modules = "services.router.peers.links, moot.rpc.grpc_server, moot.testing"
+    script = f"import sys, {modules}; print('cryptography' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.strip() == "False"

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from moot.simulation.costs import DraftTime, StepCost
-from moot.simulation.drafters import PoolPlan
 from moot.simulation.events import Cores, Server, Timeline
+from moot.simulation.machine_costs import DraftTime, StepCost
 from moot.simulation.router_plan import RouterPlan
-from moot.simulation.texts import LoadClass, RandomTexts
-from moot.simulation.verifiers import VerifierPlan
-from moot.simulation.world import Outcome, Scenario, World
+from moot.simulation.simulated_drafters import PoolPlan
+from moot.simulation.simulated_texts import LoadClass, RandomTexts
+from moot.simulation.simulated_verifiers import VerifierPlan
+from moot.simulation.world import Scenario, SimulatedOutcome, World
 
 
 def test_actions_come_in_order_of_time_and_then_of_asking() -> None:
@@ -83,7 +83,7 @@ def run(
     concurrency: int = 1,
     step: StepCost | None = None,
     **changes: object,
-) -> Outcome:
+) -> SimulatedOutcome:
     values: dict[str, object] = {
         "verifier": VerifierPlan(step or StepCost.line(0.030, 0.0, 64)),
         "pools": (PoolPlan("d", concurrency, DraftTime(0.0, 0.003)),),

@@ -160,7 +160,7 @@ def test_2_an_entry_point_has_a_use(build: Build) -> None:
 
 
 def test_2_public_fakes_are_used_outside(build: Build) -> None:
-    files = {"moot/testing/__init__.py": '"""Fakes."""', "moot/testing/verifier.py": ""}
+    files = {"moot/testing/__init__.py": '"""Fakes."""', "moot/testing/scripted_verifier.py": ""}
     assert found(build(files)) == []
 
 

@@ -133,7 +133,7 @@ _FAULTS = Row(
         Panel(
             "Drafters ejected",
             {total(of_model(increase("moot_drafter_ejections_total")), by="drafter"): "{{drafter}}"},
-            "After three strikes; they come back by themselves.",
+            "After three failures; they come back by themselves.",
         ),
         Panel(
             "Allocations that failed",

@@ -105,8 +105,8 @@ _ACCEPTANCE = Row(
             "s",
         ),
         Panel(
-            "Questions spared",
-            {model_rate("moot_asks_spared_total"): "spared"},
+            "Drafter calls skipped",
+            {model_rate("moot_drafter_calls_skipped_total"): "skipped"},
             "Dear drafters that were not asked since cheap ones were sure (--cascade), per second.",
         ),
     ],
@@ -156,7 +156,7 @@ _DRAFTERS = Row(
         Panel(
             "Ejections",
             {total(of_model(increase("moot_drafter_ejections_total", drafter=_POOL)), by="drafter"): "{{drafter}}"},
-            "Replicas that were not asked for a while, after three strikes.",
+            "Replicas that were not asked for a while, after three failures.",
         ),
         Panel(
             "Seconds to draft, p95",

@@ -17,7 +17,7 @@ PLUG_IN = "plug-in"
 KEEPS_OUT = "keeps out "
 PROPERTY_TEST = "property test "
 
-SMALL_BUT_STANDING: dict[str, str] = {"lab.replay.attached": "keeps out torch"}
+SMALL_BUT_STANDING: dict[str, str] = {"lab.replay.attached_recorder": "keeps out torch"}
 """Modules under 80 lines with one importer: PLUG_IN, KEEPS_OUT and the library, or PROPERTY_TEST and its path."""
 
 

@@ -2,9 +2,9 @@
 
     python -m lab.bench.branch_time --model PATH [--tokens 8] [--leaves 1,2,3,4] [--context 200] [--repetitions 11]
 
-Deterministic mode, bfloat16, one request. A tree of n leaves is a chain from the root with n - 1 single tokens beside
-its first ones. In deterministic mode each path of a tree attends by itself, over the slots that a chain would have, so
-that the sums come in the same order; everything else is one product for all rows.
+Batch-invariant mode, bfloat16, one request. A tree of n leaves is a chain from the root with n - 1 single tokens beside
+its first ones. In batch-invariant mode each path of a tree attends by itself, over the slots that a chain would have,
+so that the sums come in the same order; everything else is one product for all rows.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def all_passes(config: Config, threads: int) -> dict[str, Pass]:
     plain = AutoModelForCausalLM.from_pretrained(config.model, dtype=loaded.kv_shape.dtype).eval()
     longest, first = max(config.contexts) + 1024, config.contexts[0]
     passes: dict[str, Pass] = {FLOOR: floor_pass(plain)}
-    for mode, deterministic in MODES:
-        runner = plain_runner(loaded, longest * (2 * len(ROWS) + config.requests + 2), deterministic)
+    for mode, batch_invariant in MODES:
+        runner = plain_runner(loaded, longest * (2 * len(ROWS) + config.requests + 2), batch_invariant)
         for context in config.contexts:
             for rows in ROWS:
                 passes[pass_name(mode, context, rows)] = step(runner, filled(runner, context), rows)
@@ -107,7 +107,7 @@ def summary(runs: Runs, contexts: Sequence[int]) -> list[Sequence[str]]:
     for name in runs.of:
         context = next((one for one in contexts if f"context {one}" in name), contexts[0])
         ratio = runs.ratio(name, pass_name("natural", context, 1), MS)
-        bound = next((BOUNDS[rows] for rows in BOUNDS if name == pass_name("deterministic", context, rows)), None)
+        bound = next((BOUNDS[rows] for rows in BOUNDS if name == pass_name("batch_invariant", context, rows)), None)
         told = ("", "") if bound is None else (f"at most {bound}", ratio.verdict(at_most=bound))
         found.append((name, runs.interval(name, MS).text(1), ratio.text(), *told))
     for context in contexts:

@@ -9,8 +9,8 @@ Checks, each with its own time limit; the exit status is 1 when one fails or doe
 - noise: hashes equal to the CPU's bit by bit, Gumbel noise within 4 ulp (each may be off by 2), ids of the sampler
   equal to the CPU's;
 - path equality: text with drafts (chains and trees, true and corrupted) against plain decoding, in natural mode with
-  the gap between the two best logits at each first mismatch, which must be below --epsilon, and in deterministic mode,
-  where texts must be equal;
+  the gap between the two best logits at each first mismatch, which must be below --epsilon, and in batch-invariant
+  mode, where texts must be equal;
 - T(n): a pass of n rows of an 8B-shaped model at context 200 and 1000, beside the floor, which is the time to read the
   weights once;
 - verify step: 16 requests of 5 rows each, from tokens to ids on the host.
@@ -49,7 +49,7 @@ CHECKS = (
     Check("attention", 60, kernels.attention),
     Check("noise", 30, kernels.noise),
     Check("path equality, natural", 100, equality.natural),
-    Check("path equality, deterministic", 100, equality.deterministic),
+    Check("path equality, deterministic", 100, equality.batch_invariant),
     Check("T(n) and floor", 120, timing.rows),
     Check("verify step, 16 x 5", 60, timing.step),
 )

@@ -11,7 +11,7 @@ from lab.bench.gpu_check.subject import Subject
 from moot.core.acceptance import walk
 from moot.core.history import History
 from moot.core.types import ROOT, Draft, SamplingParams
-from moot.model.gpu.runner import GpuRunner
+from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.inputs import SequenceInput
 from moot.model.sampling.batch import BatchSampler, RowSpec
 from moot.model.sampling.sampler import Sampler
@@ -132,5 +132,5 @@ def natural(subject: Subject) -> Facts:
     return _compare(subject, False)
 
 
-def deterministic(subject: Subject) -> Facts:
+def batch_invariant(subject: Subject) -> Facts:
     return _compare(subject, True)

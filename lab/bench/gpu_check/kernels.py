@@ -10,7 +10,7 @@ from lab.bench.gpu_check.subject import Subject
 from moot.core.history import History
 from moot.core.types import SamplingParams
 from moot.model.cache.contiguous import KvShape
-from moot.model.gpu.attention import PagedAttention
+from moot.model.gpu.paged_attention import PagedAttention
 from moot.model.gpu.plan import Planner, unpack
 from moot.model.gpu.pool import PagedCache, PagedPool, upload
 from moot.model.sampling.batch import BatchSampler, RowSpec

@@ -11,10 +11,10 @@ import transformers
 
 from moot.core.types import ModelInfo
 from moot.model.cache.contiguous import KvShape
-from moot.model.gpu.runner import GpuRunner
+from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.loading.load import LoadedModel
 from moot.model.modules.attention import ATTENTION_NAME
-from moot.model.modules.layers import install
+from moot.model.modules.tiled_layers import install
 
 BIG = {
     "vocab_size": 128_256,
@@ -67,11 +67,11 @@ class Subject:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def text_runner(self, deterministic: bool) -> GpuRunner:
+    def text_runner(self, batch_invariant: bool) -> GpuRunner:
         """A model small enough to write many texts. Its last layer is sharp, so that ties are not everywhere."""
         fields = SMALL if self.is_small else MIDDLE
         loaded = make_loaded(fields, self.dtype, self.device, sharpness=8.0)
-        return GpuRunner(loaded, 64 * 512, deterministic, self.use_kernel, self.use_graphs)
+        return GpuRunner(loaded, 64 * 512, batch_invariant, self.use_kernel, self.use_graphs)
 
     def big_runner(self) -> GpuRunner:
         """The 8B-shaped model, kept from one check to the next."""

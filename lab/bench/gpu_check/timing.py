@@ -12,8 +12,8 @@ from lab.bench.harness.arms import calls_in_turns
 from lab.bench.harness.intervals import Interval, ratios
 from moot.core.history import History
 from moot.core.types import SamplingParams
+from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.gpu.pool import PagedCache
-from moot.model.gpu.runner import GpuRunner
 from moot.model.inputs import SequenceInput
 from moot.model.sampling.batch import BatchSampler, RowSpec
 from moot.model.sampling.sampler import Sampler

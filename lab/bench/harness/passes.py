@@ -12,13 +12,13 @@ import torch
 from lab.bench.harness.arms import Runs, calls_in_turns
 from lab.bench.harness.pages import BenchConfig
 from moot.config import option
-from moot.model.cache.base import KvCache
+from moot.model.cache.kv_cache import KvCache
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
 
 CHUNK = 128
 MS = "ms"
-MODES = (("natural", False), ("deterministic", True))
+MODES = (("natural", False), ("batch_invariant", True))
 Pass = Callable[[], None]
 
 

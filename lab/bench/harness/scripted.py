@@ -14,7 +14,7 @@ import httpx
 from lab.bench.harness.pages import COMMANDS
 from moot.commands import embedded_store
 from moot.runtime.supervisor import Child, Supervisor
-from moot.testing.tokenizer import byte_tokenizer
+from moot.testing.byte_tokenizer import byte_tokenizer
 from moot.tokenizer import tokenizer_fingerprint
 
 START_TIMEOUT_S = 60.0

@@ -14,7 +14,7 @@ from lab.bench.harness.scripted import wait_serving
 from lab.bench.harness.streams import closed_loop
 from lab.bench.harness.watched import gained, lengths_asked, scrape
 from moot.commands.common import DEMO_MODEL, say
-from moot.commands.system import LOOPBACK, System, SystemConfig, prepared_model, voters_of
+from moot.commands.system import LOOPBACK, System, SystemConfig, drafters_of, prepared_model
 from moot.config import option
 from moot.runtime.supervisor import Child
 
@@ -46,7 +46,7 @@ class Routers:
         self.model = str(prepared_model(config.model, say))
         self._name = system.client.models()[0]
         self._shared = {child.name.removeprefix("drafter-"): child for child in system.drafters}
-        self._inside = [str(entry) for entry in voters_of(config).in_router]
+        self._attached = [str(entry) for entry in drafters_of(config).in_router]
 
     def drafter(
         self, drafter_id: str, flags: Sequence[str], environ: Mapping[str, str], essential: bool = True
@@ -64,7 +64,7 @@ class Routers:
         own += ["--grpc-port", "0", "--metrics-port", "0", "--redis-url", "none", "--log-level", "warning"]
         own += ["--verifiers", f"{LOOPBACK}:{self._system.verifier.port}"]
         own += ["--drafters", ",".join(f"{id_}={LOOPBACK}:{child.port}" for id_, child in known.items())]
-        own += ["--in-process-drafters", ",".join(self._inside)]
+        own += ["--in-process-drafters", ",".join(self._attached)]
         return self._system.supervisor.service(name, "router", [*own, *flags], environ=LIGHT)
 
     def wait(self, children: Sequence[Child], *, are_routers: bool = False) -> None:

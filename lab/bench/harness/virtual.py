@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from lab.bench.harness.intervals import Interval, ratios
 from lab.bench.harness.pages import PageConfig
 from moot.config import option
-from moot.simulation.world import Outcome
+from moot.simulation.world import SimulatedOutcome
 
 FIRST_SEED = 11
 """Not those on which the policy's constants were chosen."""
@@ -23,7 +23,9 @@ FIRST_SEED = 11
 class Map(Protocol):
     """`map`, of one process or of several."""
 
-    def __call__(self, function: Callable[[Any], Outcome], jobs: Iterable[Any], /) -> Iterable[Outcome]: ...
+    def __call__(
+        self, function: Callable[[Any], SimulatedOutcome], jobs: Iterable[Any], /
+    ) -> Iterable[SimulatedOutcome]: ...
 
 
 @contextmanager
@@ -47,7 +49,7 @@ class AgainstFixed:
     """Per seed: tokens per second of every fixed choice, and what the policy did."""
 
     fixed: dict[int, list[float]]
-    policy: list[Outcome]
+    policy: list[SimulatedOutcome]
 
     @property
     def best(self) -> int:
@@ -60,7 +62,10 @@ class AgainstFixed:
 
 
 def against_fixed(
-    simulate: Callable[[int | None, int], Outcome], choices: Sequence[int], seeds: Sequence[int], run: Map = map
+    simulate: Callable[[int | None, int], SimulatedOutcome],
+    choices: Sequence[int],
+    seeds: Sequence[int],
+    run: Map = map,
 ) -> AgainstFixed:
     """`simulate`: of a fixed choice (None: the policy) and a seed; it must be picklable."""
     jobs = [(choice, seed) for choice in (*choices, None) for seed in seeds]
@@ -69,5 +74,5 @@ def against_fixed(
     return AgainstFixed(fixed, [found[None, seed] for seed in seeds])
 
 
-def _spread(simulate: Callable[[int | None, int], Outcome], job: tuple[int | None, int]) -> Outcome:
+def _spread(simulate: Callable[[int | None, int], SimulatedOutcome], job: tuple[int | None, int]) -> SimulatedOutcome:
     return simulate(*job)

@@ -11,9 +11,9 @@ from typing import Any
 
 from moot.config import load_config
 from moot.core.types import ModelInfo
-from moot.drafters.base import Proposer
+from moot.drafters.interface import Drafter
 from moot.runtime.logs import setup_logging
-from moot.testing.proposer import ScriptedProposer
+from moot.testing.scripted_kind import ScriptedKind
 from services.drafter.config import DrafterConfig
 from services.drafter.serve import serve
 
@@ -26,9 +26,9 @@ def main() -> None:
     config = load_config(DrafterConfig, ["--kind", "scripted", *flags])
     setup_logging("drafter", config.service.log_level)
 
-    def make(config: DrafterConfig) -> tuple[Proposer[Any], ModelInfo]:
-        proposer = ScriptedProposer(token_s=arguments.token_ms / 1e3, acceptance=arguments.acceptance)
-        return proposer, ModelInfo("", "", "", proposer.text.vocab_size, proposer.context_limit)
+    def make(config: DrafterConfig) -> tuple[Drafter[Any], ModelInfo]:
+        drafter = ScriptedKind(token_s=arguments.token_ms / 1e3, acceptance=arguments.acceptance)
+        return drafter, ModelInfo("", "", "", drafter.text.vocab_size, drafter.context_limit)
 
     asyncio.run(serve(config, make))
 

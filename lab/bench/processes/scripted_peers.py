@@ -20,9 +20,9 @@ import threading
 import time
 from pathlib import Path
 
-from moot.rpc.server import termination_event, write_ready_file
-from moot.testing.drafter import ScriptedDrafter
-from moot.testing.verifier import ScriptedVerifier
+from moot.rpc.grpc_server import termination_event, write_ready_file
+from moot.testing.scripted_drafter import ScriptedDrafter
+from moot.testing.scripted_verifier import ScriptedVerifier
 
 _OWN_S = 1e-4
 """What a piece spends in the line beyond its sleep (sleeping too long, waking two threads): taken off the sleep."""

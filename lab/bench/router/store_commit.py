@@ -27,10 +27,10 @@ from moot.commands import embedded_store
 from moot.config import option
 from moot.core.types import SamplingParams
 from moot.runtime.supervisor import Supervisor
-from services.router.generation.types import RequestRecord
+from services.router.generation.request_types import RequestRecord
 from services.router.store.config import StoreConfig
 from services.router.store.connection import Argument, RedisConnection
-from services.router.store.server import RedisLink, RedisStore
+from services.router.store.record_server import RedisLink, RedisStore
 
 BENCH = Bench("store_commit", __doc__, measures=("services/router/store",))
 START_TIMEOUT_S = 20.0

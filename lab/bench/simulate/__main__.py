@@ -31,15 +31,15 @@ from lab.bench.simulate.recorded import RecordedTexts, Recording
 from lab.bench.simulate.reports import REPORTS, ReportConfig
 from moot.commands.common import say
 from moot.commands.demo import PROMPTS
-from moot.commands.system import ANY_ELECTORATE, SystemConfig, prepared_model, running, voters_of
+from moot.commands.system import ANY_DRAFTER_SET, SystemConfig, drafters_of, prepared_model, running
 from moot.config import option
 from moot.core.errors import ConfigError
 from moot.core.speculation.policy import PoolPolicy
-from moot.simulation.costs import DraftTime, StepCost
-from moot.simulation.drafters import PoolPlan
+from moot.simulation.machine_costs import DraftTime, StepCost
 from moot.simulation.router_plan import RouterPlan
-from moot.simulation.verifiers import VerifierPlan
-from moot.simulation.world import Outcome, Scenario, World
+from moot.simulation.simulated_drafters import PoolPlan
+from moot.simulation.simulated_verifiers import VerifierPlan
+from moot.simulation.world import Scenario, SimulatedOutcome, World
 from moot.tokenizer import load_tokenizer, vocabulary_size
 
 BENCH = Bench("simulate", __doc__, measures=("moot/simulation", "moot/core"))
@@ -50,7 +50,7 @@ BOUND = 0.15
 @dataclass(frozen=True, kw_only=True)
 class Config(PromptConfig, SystemConfig, ReportConfig):
     port: int = option(0, help="port of the router's HTTP API; 0 chooses a free one")
-    drafters: tuple[str, ...] = option(ANY_ELECTORATE, help="[id=]kind[:option=value]... each")
+    drafters: tuple[str, ...] = option(ANY_DRAFTER_SET, help="[id=]kind[:option=value]... each")
     drafter_processes: bool = option(True, help="every drafter as a process of its own, as its pods are on a cluster")
     validate: bool = option(False, help="compare with the real system on this machine")
     add: bool = option(False, help="keep the pairs of earlier runs, and add to them")
@@ -81,7 +81,7 @@ def some(prompts: list[Any], concurrency: int, pair: int) -> list[Any]:
     return (prompts[begin:] + prompts[:begin])[:count]
 
 
-def step_s(found: Outcome) -> float:
+def step_s(found: SimulatedOutcome) -> float:
     """Seconds of a step, mean."""
     return found.verifier_utilisation * found.elapsed_s / max(found.num_steps, 1)
 
@@ -115,7 +115,9 @@ class Predictor:
         low, high = (self._cost.seconds(round(rows), count) for count in (int(requests), int(requests) + 1))
         return low + (requests - int(requests)) * (high - low)
 
-    def run(self, costs: ProcessCosts, concurrency: int, recordings: list[Recording], stretch: float) -> Outcome:
+    def run(
+        self, costs: ProcessCosts, concurrency: int, recordings: list[Recording], stretch: float
+    ) -> SimulatedOutcome:
         per_round = costs.round_s
         scenario = Scenario(
             verifier=VerifierPlan(self._cost.stretched(stretch), batching="gathered", threads=2, max_num_seqs=32),
@@ -151,7 +153,7 @@ class Pair:
     concurrency: int
     costs: Run
     real: Run
-    predicted: Outcome
+    predicted: SimulatedOutcome
     stretch: float
 
 
@@ -183,7 +185,7 @@ def measure(config: Config) -> tuple[Predictor, dict[int, list[tuple[Run, Run]]]
                 )
                 runs[concurrency].append((one, other))
                 say(f"concurrency {concurrency}, pair {pair + 1}: {one.tokens_per_s:.1f}, {other.tokens_per_s:.1f}")
-    kinds = [entry.kind for entry in voters_of(config).processes]
+    kinds = [entry.kind for entry in drafters_of(config).processes]
     predictor = Predictor(table, kinds, vocabulary_size(tokenizer))
     return predictor, runs, [recorded[: len(first)], recorded[len(first) :]]
 
@@ -210,11 +212,11 @@ def predict(
 def pair_of(entry: dict[str, Any]) -> Pair:
     """As it was written down."""
     lengths = {int(key): value for key, value in entry["predicted"]["lengths"].items()}
-    predicted = Outcome(**entry["predicted"] | {"over_time": (), "lengths": lengths})
+    predicted = SimulatedOutcome(**entry["predicted"] | {"over_time": (), "lengths": lengths})
     return Pair(entry["concurrency"], Run(**entry["costs"]), Run(**entry["real"]), predicted, entry["stretch"])
 
 
-Both = tuple[str, Callable[[Run], float], Callable[[Outcome], float], int]
+Both = tuple[str, Callable[[Run], float], Callable[[SimulatedOutcome], float], int]
 BOTH: tuple[Both, ...] = (
     ("tokens/round", lambda run: run.tokens / max(run.rounds, 1), lambda found: found.tokens_per_round, 2),
     ("mean K", lambda run: run.asked_tokens / max(run.rounds, 1), lambda found: found.mean_length, 1),

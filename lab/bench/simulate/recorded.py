@@ -1,4 +1,4 @@
-"""Recorded texts for the simulation: the target's own tokens, and the real model-free proposers on them."""
+"""Recorded texts for the simulation: the target's own tokens, and the real model-free drafters on them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from moot.core.types import Proposal, SamplingParams
 from moot.drafters import registry
-from moot.drafters.base import Ask
-from moot.simulation.texts import Text
+from moot.drafters.interface import Ask
+from moot.simulation.simulated_texts import SimulatedText
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class RecordedTexts:
         self._next = 0
 
     def replace(self, recordings: Sequence[Recording]) -> None:
-        """Other recordings, from their first on; what the proposers have learned stays."""
+        """Other recordings, from their first on; what the drafters have learned stays."""
         self._recordings, self._next = recordings, 0
 
-    def next(self) -> Text:
+    def next(self) -> SimulatedText:
         recording = self._recordings[self._next % len(self._recordings)]
         self._next += 1
         return _RecordedText(recording, self._proposers)

@@ -11,12 +11,12 @@ from lab.bench.harness.intervals import Interval, ratios
 from lab.bench.harness.pages import PageConfig, Table
 from moot.commands.common import say
 from moot.config import option
-from moot.simulation.costs import DraftTime, StepCost
-from moot.simulation.drafters import PoolPlan
+from moot.simulation.machine_costs import DraftTime, StepCost
 from moot.simulation.router_plan import RouterPlan
-from moot.simulation.texts import LoadClass, RandomTexts
-from moot.simulation.verifiers import BATCHINGS, VerifierPlan
-from moot.simulation.world import Outcome, Scenario, World
+from moot.simulation.simulated_drafters import PoolPlan
+from moot.simulation.simulated_texts import LoadClass, RandomTexts
+from moot.simulation.simulated_verifiers import BATCHINGS, VerifierPlan
+from moot.simulation.world import Scenario, SimulatedOutcome, World
 
 MIXED = (
     LoadClass(0.5, 200, 128, 1.0),
@@ -62,10 +62,10 @@ def neural(replicas: int, ahead_tokens: int = 0) -> PoolPlan:
     return PoolPlan("neural", replicas=replicas, time=DraftTime(0.0, 0.003, 0.0002), ahead_tokens=ahead_tokens)
 
 
-def run(config: ReportConfig, scenario: Scenario, what: str, seeds: int | None = None) -> list[Outcome]:
+def run(config: ReportConfig, scenario: Scenario, what: str, seeds: int | None = None) -> list[SimulatedOutcome]:
     """One outcome per seed."""
     begin = time.monotonic()
-    outcomes: list[Outcome] = []
+    outcomes: list[SimulatedOutcome] = []
     for seed in range(config.sim_seed, config.sim_seed + (seeds or config.sim_seeds)):
         texts = RandomTexts(MIXED, [CHANCES] * len(scenario.pools), CORRELATION, seed)
         outcomes.append(World(scenario, texts).run())
@@ -73,11 +73,11 @@ def run(config: ReportConfig, scenario: Scenario, what: str, seeds: int | None =
     return outcomes
 
 
-def speeds(outcomes: Sequence[Outcome]) -> Interval:
+def speeds(outcomes: Sequence[SimulatedOutcome]) -> Interval:
     return Interval.of([one.tokens_per_s for one in outcomes])
 
 
-def against(outcomes: Sequence[Outcome], others: Sequence[Outcome]) -> Interval:
+def against(outcomes: Sequence[SimulatedOutcome], others: Sequence[SimulatedOutcome]) -> Interval:
     """Of tokens/s, seed by seed."""
     return ratios([one.tokens_per_s for one in outcomes], [one.tokens_per_s for one in others])
 
@@ -97,11 +97,11 @@ MEDIANS: Mapping[str, tuple[str, str]] = {
 """Columns that are the median of an outcome's figure: its name and how it is written."""
 
 
-def medians(outcomes: Sequence[Outcome], titles: Sequence[str]) -> list[str]:
+def medians(outcomes: Sequence[SimulatedOutcome], titles: Sequence[str]) -> list[str]:
     return [format(middle(outcomes, MEDIANS[title][0]), MEDIANS[title][1]) for title in titles]
 
 
-def middle(outcomes: Sequence[Outcome], figure: str) -> float:
+def middle(outcomes: Sequence[SimulatedOutcome], figure: str) -> float:
     return Interval.of([getattr(one, figure) for one in outcomes]).median
 
 
@@ -139,7 +139,7 @@ def router(config: ReportConfig) -> Report:
 def overlap(config: ReportConfig) -> Report:
     """What draft-ahead and the ways to put batches together bring."""
     titles = ("answers from ahead", "round ms", "requests/step", "mean K")
-    found: dict[tuple[int, str, int], list[Outcome]] = {}
+    found: dict[tuple[int, str, int], list[SimulatedOutcome]] = {}
     for concurrency in (1, 16, 32):
         # As many tokens of few requests as of many.
         seconds = config.simulated_s * 32 / max(concurrency, 3)
@@ -169,7 +169,7 @@ def loss(config: ReportConfig) -> Report:
     verifiers, rows = 10, []
     titles = ("requests moved", "late proposals per round")
     fail_at, span = config.simulated_s, 1.5 * config.simulated_s
-    whole: dict[int, list[Outcome]] = {}
+    whole: dict[int, list[SimulatedOutcome]] = {}
     for replicas, name, drafters_lost, verifiers_lost in (
         (4, "nothing", 0.0, 0.0),
         (4, "10 % of the drafters", 0.1, 0.0),

@@ -5,11 +5,12 @@
 
 Steps, each with what the one before has: plain; the best single drafter with fixed K; a majority vote with Minions'
 weights; the calibrated vote with hedge weights; K by goodput; a tree; only drafters that pay. With `--neural` further
-drafter processes vote beside the cheap ones in an electorate of their own each: a draft model in one stage, the same in
-two stages, the same drafting ahead, and with a cascade (dear ones are asked only where cheap ones are not sure). A step
-is a router with its flags, or a field of its requests; all routers stand before one verifier and the same drafters. At
-each concurrency every step answers the same prompts, in turns, the order reversed every other time; greedy, of equal
-length; the first turn warms up. Ratios are of runs of one turn. Answers are compared id by id over all steps.
+drafter processes vote beside the cheap ones in a drafter set of their own each: a draft model in one stage, the same
+in two stages, the same drafting ahead, and with a cascade (expensive ones are asked only where cheap ones are not
+sure). A step is a router with its flags, or a field of its requests; all routers stand before one verifier and the same
+drafters. At each concurrency every step answers the same prompts, in turns, the order reversed every other time;
+greedy, of equal length; the first turn warms up. Ratios are of runs of one turn. Answers are compared id by id over all
+steps.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Config(LoadConfig):
 def arm(
     name: str, before: str, flags: Sequence[str] = (), body: Mapping[str, Any] | None = None, voter: str = ""
 ) -> Arm:
-    """`flags`: of its router; arms of equal flags and voter share one. `body`: fields of its requests. `voter`: a
+    """`flags`: of its router; arms of equal flags and drafter share one. `body`: fields of its requests. `drafter`: a
     drafter process beside those that all have."""
-    return Arm(name, {"flags": tuple(flags), "body": body or {}, "voter": voter}, before)
+    return Arm(name, {"flags": tuple(flags), "body": body or {}, "drafter": voter}, before)
 
 
 def steps(config: Config) -> list[Arm]:
@@ -95,7 +96,7 @@ def routers_of(system: System, config: Config, chosen: Sequence[Arm]) -> dict[st
     """The router of every step, ready."""
     routers = Routers(system, config)
     voters: dict[str, Child] = {}
-    for name in sorted({one.differs["voter"] for one in chosen} - {""}):
+    for name in sorted({one.differs["drafter"] for one in chosen} - {""}):
         options = list(config.neural_options) + ([f"stages={config.stages}"] if name == "two-stage" else [])
         flags = ["--kind", "neural", "--model", str(config.neural), "--num-threads", "1"]
         flags += ["--draft-ahead", "on" if name == "ahead" else "off"]
@@ -104,13 +105,13 @@ def routers_of(system: System, config: Config, chosen: Sequence[Arm]) -> dict[st
     routers.wait(list(voters.values()))
     made: dict[tuple[tuple[str, ...], str], Child] = {}
     for one in chosen:
-        key = flags_, voter = one.differs["flags"], one.differs["voter"]
+        key = flags_, voter = one.differs["flags"], one.differs["drafter"]
         if key not in made:
             drafters = {voter: voters[voter]} if voter else {}
             made[key] = routers.router(f"router-{len(made)}", flags_, drafters)
     routers.wait(list(made.values()), are_routers=True)
     say(f"{len(made)} routers for {len(chosen)} steps")
-    return {one.name: made[one.differs["flags"], one.differs["voter"]] for one in chosen}
+    return {one.name: made[one.differs["flags"], one.differs["drafter"]] for one in chosen}
 
 
 def rows(found: Mapping[str, Mapping[str, Any]], chosen: Sequence[Arm]) -> list[list[str]]:

@@ -28,7 +28,7 @@ from lab.bench.harness.streams import Reply, ask
 from lab.bench.harness.systems import tiny
 from lab.bench.harness.watched import memory_of, metrics_of, process_ids
 from moot.commands.common import say
-from moot.commands.system import ANY_ELECTORATE, System, SystemConfig, running
+from moot.commands.system import ANY_DRAFTER_SET, System, SystemConfig, running
 from moot.config import option, variable_of
 
 BENCH = Bench("memory", __doc__, measures=("services", "moot/rpc", "moot/model"))
@@ -39,7 +39,7 @@ SETTLE_S = 10.0
 @dataclass(frozen=True, kw_only=True)
 class Config(SystemConfig, PageConfig):
     port: int = option(0, help="port of the router's HTTP API; 0 chooses a free one")
-    drafters: tuple[str, ...] = option(ANY_ELECTORATE, help="[id=]kind[:option=value]... each")
+    drafters: tuple[str, ...] = option(ANY_DRAFTER_SET, help="[id=]kind[:option=value]... each")
     drafter_processes: bool = option(True, help="every drafter as a process of its own, as its pods are on a cluster")
     requests: int = option(2000, help="requests after the warm-up")
     warm_up: int = option(2000, help="requests before the first reading that counts")

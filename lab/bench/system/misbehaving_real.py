@@ -4,7 +4,7 @@
                                      [--keep]
 
 The verifier, the router and the drafters of `moot demo`; for each fault of services/drafter/drafting.py a process of
-the kind `suffix` that has it, and a router whose electorate has that one more (`none`: it has no fault; what a further
+the kind `suffix` that has it, and a router whose drafter set has that one more (`none`: it has no fault; what a further
 process costs). Loads take turns, each on a router of its own, since what is left out is a router's to learn. First come
 a hundred rounds of each place for a request, however slow. A pair is a load with the faulty one and the load without
 any in the same turn; answers are compared id by id. With --keep, pairs are added to those of the last result, so that

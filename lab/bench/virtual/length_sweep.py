@@ -20,12 +20,12 @@ from functools import partial
 from lab.bench.harness.pages import Bench, Table
 from lab.bench.harness.virtual import AgainstFixed, Map, VirtualConfig, against_fixed, all_cores
 from moot.config import option
-from moot.simulation.costs import DraftTime, StepCost
-from moot.simulation.drafters import PoolPlan
+from moot.simulation.machine_costs import DraftTime, StepCost
 from moot.simulation.router_plan import RouterPlan
-from moot.simulation.texts import LoadClass, RandomTexts
-from moot.simulation.verifiers import VerifierPlan
-from moot.simulation.world import Outcome, Scenario, World
+from moot.simulation.simulated_drafters import PoolPlan
+from moot.simulation.simulated_texts import LoadClass, RandomTexts
+from moot.simulation.simulated_verifiers import VerifierPlan
+from moot.simulation.world import Scenario, SimulatedOutcome, World
 
 BENCH = Bench("length_sweep", __doc__, measures=("moot/core", "moot/simulation"))
 CONCURRENCIES = (1, 4, 16, 64)
@@ -71,7 +71,9 @@ MACHINES = {
 }
 
 
-def simulate(costs: Costs, concurrency: int, noise: float, rounds: int, length: int | None, seed: int = 1) -> Outcome:
+def simulate(
+    costs: Costs, concurrency: int, noise: float, rounds: int, length: int | None, seed: int = 1
+) -> SimulatedOutcome:
     """About `rounds` rounds of all requests together, and at least 60 steps, after as many to warm up, and at least
     200 steps: the policy begins knowing nothing, with all requests at once. `length` None: the policy."""
     step_s = costs.step.seconds(concurrency, concurrency)

@@ -29,15 +29,15 @@ from lab.bench.harness.intervals import Interval, ratios
 from lab.bench.harness.pages import Bench, Table
 from lab.bench.harness.virtual import Map, VirtualConfig, all_cores
 from moot.config import option
-from moot.core.speculation.panel import ALL, PAYING
+from moot.core.speculation.drafter_selection import ALL, PAYING
 from moot.core.speculation.policy import SpeculationOptions
 from moot.core.types import Proposal
-from moot.simulation.costs import DraftTime, StepCost
-from moot.simulation.drafters import PoolPlan
+from moot.simulation.machine_costs import DraftTime, StepCost
 from moot.simulation.router_plan import RouterPlan
-from moot.simulation.texts import LoadClass, RandomTexts, Text
-from moot.simulation.verifiers import VerifierPlan
-from moot.simulation.world import Outcome, Scenario, World
+from moot.simulation.simulated_drafters import PoolPlan
+from moot.simulation.simulated_texts import LoadClass, RandomTexts, SimulatedText
+from moot.simulation.simulated_verifiers import VerifierPlan
+from moot.simulation.world import Scenario, SimulatedOutcome, World
 
 BENCH = Bench("misbehaving", __doc__, measures=("moot/core", "moot/simulation"))
 BOUND = 0.98
@@ -116,13 +116,13 @@ class Misled:
         self._random = random.Random(seed)
         self._answers = itertools.count()
 
-    def next(self) -> Text:
+    def next(self) -> SimulatedText:
         text = self._texts.next()
         return text if self._says == "right" else _MisledText(text, self._says, self._random, self._answers)
 
 
 class _MisledText:
-    def __init__(self, text: Text, says: str, source: random.Random, answers: itertools.count[int]) -> None:
+    def __init__(self, text: SimulatedText, says: str, source: random.Random, answers: itertools.count[int]) -> None:
         self.prompt_token_ids, self.num_output = text.prompt_token_ids, text.num_output
         self.num_cached_tokens = text.num_cached_tokens
         self.token = text.token
@@ -144,7 +144,7 @@ class _MisledText:
 
 def simulate(
     kind: str | None, concurrency: int, rounds: int, seed: int, asks: str = PAYING, costs: str = "gpu"
-) -> Outcome:
+) -> SimulatedOutcome:
     """About `rounds` rounds of each request after the first hundred. `kind` None: without the fourth drafter."""
     found, fourth = COSTS[costs], KINDS.get(kind or "", Kind())
     good = DraftTime(0.0, found.good_token_s)
@@ -170,7 +170,7 @@ Job = tuple[str | None, int, int, int, str, str]
 """Kind, concurrency, rounds, seed, whom rounds ask, costs."""
 
 
-def outcome(job: Job) -> Outcome:
+def outcome(job: Job) -> SimulatedOutcome:
     return simulate(*job)
 
 

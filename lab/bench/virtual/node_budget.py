@@ -21,12 +21,12 @@ from lab.bench.harness.pages import Bench, Table
 from lab.bench.harness.virtual import AgainstFixed, Map, VirtualConfig, against_fixed, all_cores
 from moot.config import option
 from moot.core.speculation.policy import SpeculationOptions
-from moot.simulation.costs import DraftTime, StepCost
-from moot.simulation.drafters import PoolPlan
+from moot.simulation.machine_costs import DraftTime, StepCost
 from moot.simulation.router_plan import RouterPlan
-from moot.simulation.texts import LoadClass, RandomTexts, Text
-from moot.simulation.verifiers import VerifierPlan
-from moot.simulation.world import Outcome, Scenario, World
+from moot.simulation.simulated_drafters import PoolPlan
+from moot.simulation.simulated_texts import LoadClass, RandomTexts, SimulatedText
+from moot.simulation.simulated_verifiers import VerifierPlan
+from moot.simulation.world import Scenario, SimulatedOutcome, World
 
 BENCH = Bench("node_budget", __doc__, measures=("moot/core", "moot/simulation"))
 CONCURRENCIES = (1, 4, 16, 64)
@@ -66,12 +66,14 @@ class InTurn:
         ]
         self._next = 0
 
-    def next(self) -> Text:
+    def next(self) -> SimulatedText:
         self._next += 1
         return self._kinds[self._next % len(self._kinds)].next()
 
 
-def simulate(machine: str, texts: str, concurrency: int, rounds: int, budget: int | None, seed: int) -> Outcome:
+def simulate(
+    machine: str, texts: str, concurrency: int, rounds: int, budget: int | None, seed: int
+) -> SimulatedOutcome:
     """About `rounds` rounds of all requests together, and at least 100 steps, after at least 200 to warm up: the policy
     begins knowing nothing, with all requests at once. `budget`: nodes of every tree; None: the policy."""
     step, batching, network_s = MACHINES[machine]

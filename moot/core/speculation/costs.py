@@ -76,13 +76,14 @@ class VerifyCost:
     """Seconds of one verify step as a function of the tokens in its batch.
 
     Samples are averaged in classes of batch size (1, 2, 3 to 4, every 4 up to 32, every 8 up to 128, then twice as
-    many: fine enough for the size from which rows are dear), older ones fading; between the classes' means the cost is
-    linear, and it never falls with more tokens. Beyond what was seen it grows by at least `prior_slope` of a one-token
-    step per token, and below it falls in proportion: hopeful guesses, so that larger and smaller steps are tried and
-    then measured. A class with few samples is taken to be cheaper than their mean, and one that was not seen for long
-    has few: they count half after every 90 steps from the 120th on without one, and are forgotten in the end. What a
-    slow moment of the machine said about a size that has not been tried since would keep it from being tried again.
-    A single step may count for no more than three times the mean of its class: pauses of the machine are no cost.
+    many: fine enough for the size from which rows are expensive), older ones fading; between the classes' means the
+    cost is linear, and it never falls with more tokens. Beyond what was seen it grows by at least `prior_slope` of a
+    one-token step per token, and below it falls in proportion: hopeful guesses, so that larger and smaller steps are
+    tried and then measured. A class with few samples is taken to be cheaper than their mean, and one that was not seen
+    for long has few: they count half after every 90 steps from the 120th on without one, and are forgotten in the end.
+    What a slow moment of the machine said about a size that has not been tried since would keep it from being tried
+    again. A single step may count for no more than three times the mean of its class: pauses of the machine are no
+    cost.
     """
 
     def __init__(self, prior_slope: float = 0.01, prior_seconds: float = 0.03) -> None:

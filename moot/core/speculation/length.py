@@ -85,7 +85,7 @@ class Fixed(LengthPolicy):
         return self._length
 
 
-class Minions(LengthPolicy):
+class MinionsLength(LengthPolicy):
     """Minimise verify time / tokens committed. Over the last `window` rounds of the present K fit a line: falling by
     more than `tolerance` of its mean raises K by one, rising lowers it by `penalty`. Rounds of an older K, still under
     way when K moved, count for nothing, and after a move the window starts empty.
@@ -341,15 +341,15 @@ class Goodput(LengthPolicy):
         own = self._router_cost.seconds(length)
         if load.num_turns < _TURNS:
             return alone + (load.num_own - 1) * own + cost(round(load.num_requests * tokens))
-        together = load.num_requests * load.num_turns
+        batched = load.num_requests * load.num_turns
         groups = 2
         while True:
-            step = cost(round(max(together / groups, 1.0) * tokens))
+            step = cost(round(max(batched / groups, 1.0) * tokens))
             room = (groups - 1) * step
             apart = alone + max(load.num_own * load.num_turns / groups - 1, 0.0) * own
-            if room >= _HIDDEN * apart or groups >= together:
+            if room >= _HIDDEN * apart or groups >= batched:
                 varying = _DEVIATIONS * hypot(self._draft_cost.spread * drafting, self._verify_cost.spread * step)
-                late = _above((apart - room) / max(varying, 1e-9)) if length and groups < together else 0.0
+                late = _above((apart - room) / max(varying, 1e-9)) if length and groups < batched else 0.0
                 return max(apart + step, groups * step) + late * step
             groups += 1
 

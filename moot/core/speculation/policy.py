@@ -16,37 +16,37 @@ from math import inf
 from moot.core.generation import Generation, num_leading
 from moot.core.options import Options, option
 from moot.core.speculation.costs import DraftCost, RoundTimes, VerifyCost
+from moot.core.speculation.drafter_selection import (
+    ALL,
+    ALWAYS_ASK,
+    PAYING,
+    SELECTIONS,
+    DrafterAnswer,
+    DrafterSelection,
+    SelectionRound,
+    expected_share,
+    is_expensive,
+)
 from moot.core.speculation.length import (
     LENGTHS,
     Fixed,
     Goodput,
     LengthPolicy,
     Load,
-    Minions,
+    MinionsLength,
     PositionAcceptance,
     Probes,
     RoundSample,
     bound_length,
 )
-from moot.core.speculation.panel import (
-    ALL,
-    ALWAYS_ASK,
-    PANELS,
-    PAYING,
-    Answer,
-    Panel,
-    PanelRound,
-    expected_share,
-    is_dear,
-)
 from moot.core.types import Proposal, Verification
 from moot.core.voting.calibration import Calibration, OwnAcceptance, ShareAcceptance
-from moot.core.voting.tree import PREFIX, SHAPES, Budget
+from moot.core.voting.draft_trie import PREFIX, SHAPES, Budget
 from moot.core.voting.voting import POLICIES, VoteResult, vote
 from moot.core.voting.weights import WEIGHTS, Contest, PoolWeights, Weights
 
 
-def learn_ballot(
+def learn_trie(
     result: VoteResult,
     token_ids: Sequence[int],
     calibration: Calibration,
@@ -58,14 +58,14 @@ def learn_ballot(
 
     What comes after a wrong token, or after the end of the committed text, says nothing.
     """
-    ballot, shares = result.ballot, result.shares.known()
-    tables = [calibration.of(drafter_id) for drafter_id in ballot.drafter_ids]
+    trie, shares = result.trie, result.shares.known()
+    tables = [calibration.of(drafter_id) for drafter_id in trie.drafter_ids]
     node = PREFIX
     for depth, token in enumerate(token_ids):
-        children = ballot.children[node]
+        children = trie.children[node]
         right = children.get(token)
         for child in children.values():
-            for drafter, confidence in ballot.voters[child]:
+            for drafter, confidence in trie.drafters[child]:
                 tables[drafter].record(confidence, depth, child == right)
         offered = shares.get(node, ())
         if own is not None and offered:
@@ -80,7 +80,7 @@ def learn_ballot(
 
 def heard(
     answers: Mapping[str, float | None], proposals: Sequence[Proposal], committed: Verification
-) -> dict[str, Answer]:
+) -> dict[str, DrafterAnswer]:
     """Per drafter that was asked, how far one of its proposals was right in a committed round, and when it was there.
 
     `answers`: seconds until each answer, None where it missed the vote.
@@ -90,7 +90,7 @@ def heard(
     for proposal in proposals:
         if proposal.drafter_id in right:
             right[proposal.drafter_id] = max(right[proposal.drafter_id], num_leading(proposal.token_ids, accepted))
-    return {drafter_id: Answer(right[drafter_id], seconds) for drafter_id, seconds in answers.items()}
+    return {drafter_id: DrafterAnswer(right[drafter_id], seconds) for drafter_id, seconds in answers.items()}
 
 
 _FOLLOWING = 0.2
@@ -98,7 +98,7 @@ _FOLLOWING = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RoundPlan:
     """What one round may spend. `num_speculative_tokens` is what every drafter is asked for; 0: draft nothing.
 
     `value`: seconds that one accepted token saves this request: a node is verified while that pays for the slower step;
@@ -120,9 +120,9 @@ class RequestPolicy:
         length: LengthPolicy,
         most: int,
         is_adaptive: bool,
-        panel: Panel | None = None,
+        selection: DrafterSelection | None = None,
     ) -> None:
-        """`most`: the greatest K that `length` comes to. `panel`: None where all are asked."""
+        """`most`: the greatest K that `length` comes to. `selection`: None where all are asked."""
         self.most = most
         self._pool = pool
         self._weights = weights
@@ -134,7 +134,7 @@ class RequestPolicy:
         self._seconds = 0.0
         self._tokens = 0.0
         self._next_base: int | None = None
-        self._panel = panel
+        self._selection = selection
         self._acceptance = OwnAcceptance(pool.acceptance)
         self._budget: Budget | None = None
 
@@ -143,7 +143,9 @@ class RequestPolicy:
         """Per drafter, summing to 1."""
         return self._weights.numbers
 
-    def plan(self, generation: Generation, context_limit: int, load: Load | None = None, *, at_least: int = 0) -> Plan:
+    def plan(
+        self, generation: Generation, context_limit: int, load: Load | None = None, *, at_least: int = 0
+    ) -> RoundPlan:
         """What the next round may spend. `context_limit`: of the target, prompt plus output tokens. `load`: what shares
         the verify step; None: what shared it in the last round. `at_least`: K of an earlier plan that was put off."""
         if load is not None:
@@ -153,30 +155,30 @@ class RequestPolicy:
         length = bound_length(wanted, generation.base_length, context_limit, generation.num_remaining)
         budget = self._pool.options.max_draft_tokens if length else 0
         if not self._spends_by_cost:
-            return Plan(length, budget)
+            return RoundPlan(length, budget)
         # Each request's time is worth the same: a token saves more of it where tokens are rare.
         before = round(self._load.num_other_tokens) + 1
         value = self._seconds / self._tokens if self._tokens else self._pool.verify_cost.seconds(before)
-        return Plan(length, budget, value)
+        return RoundPlan(length, budget, value)
 
     def choose(self, drafter_ids: Sequence[str]) -> Sequence[str]:
         """Whom of the request's drafters a round that drafts asks. Called once for each."""
-        return drafter_ids if self._panel is None else self._panel.choose(drafter_ids)
+        return drafter_ids if self._selection is None else self._selection.choose(drafter_ids)
 
     @property
     def has_cascade(self) -> bool:
         return self._pool.options.cascade < ALWAYS_ASK
 
-    def is_dear(self, answer_seconds: float | None) -> bool:
+    def is_expensive(self, answer_seconds: float | None) -> bool:
         """Of a drafter whose answers usually take so long: whether it is asked only where cheaper ones are not sure."""
-        return self.has_cascade and is_dear(answer_seconds, self._usual.total if self._usual else None)
+        return self.has_cascade and is_expensive(answer_seconds, self._usual.total if self._usual else None)
 
-    def is_sure(self, plan: Plan, proposals: Sequence[Proposal]) -> bool:
+    def is_sure(self, plan: RoundPlan, proposals: Sequence[Proposal]) -> bool:
         """Whether these proposals make it needless to ask further drafters."""
         pool, length = self._pool, plan.num_speculative_tokens
         return self.has_cascade and expected_share(proposals, pool.calibration, length) >= pool.options.cascade
 
-    def vote(self, plan: Plan, proposals: Sequence[Proposal], verifier_id: str = "") -> VoteResult:
+    def vote(self, plan: RoundPlan, proposals: Sequence[Proposal], verifier_id: str = "") -> VoteResult:
         """One draft out of valid proposals (see voting.validate_proposal), for the next step of this verifier."""
         pool = self._pool
         budget = self._join(verifier_id)
@@ -210,7 +212,7 @@ class RequestPolicy:
 
     def learn(
         self,
-        plan: Plan,
+        plan: RoundPlan,
         result: VoteResult,
         verification: Verification,
         draft_seconds: float,
@@ -227,11 +229,11 @@ class RequestPolicy:
             # A session opened again has committed a token that no round has shown to the weights.
             self._weights.finish()
         self._next_base = verification.base_length + len(token_ids)
-        learn_ballot(result, token_ids, pool.calibration, pool.acceptance, self._acceptance)
+        learn_trie(result, token_ids, pool.calibration, pool.acceptance, self._acceptance)
         self._weights.observe(
             Contest(
                 plan.num_speculative_tokens,
-                result.ballot.proposals,
+                result.trie.proposals,
                 token_ids,
                 result.winner_ids,
                 len(result.path),
@@ -254,7 +256,7 @@ class RequestPolicy:
             # Prefill is cheaper by the token: its steps would make large drafts look cheap.
             pool.verify_cost.observe(verification.batch_tokens, forward_seconds, 1 / num_requests)
         # What a trial waited for is no usual wait.
-        if not pool.panel.is_trial(answers or ()):
+        if not pool.selection.is_trial(answers or ()):
             pool.draft_cost.observe(plan.num_speculative_tokens, draft_seconds, 1 / num_requests)
         if own_seconds is not None:
             self._note_own(plan.num_speculative_tokens, own_seconds, 1 / num_requests)
@@ -263,10 +265,10 @@ class RequestPolicy:
         # A round that nobody timed took what its parts took.
         total = drafting + waiting + forward_seconds if round_seconds is None else round_seconds
         times = RoundTimes(total, drafting, waiting, forward_seconds)
-        if self._panel is not None and answers and plan.num_speculative_tokens:
-            answered = heard(answers, result.ballot.proposals, verification)
-            done = PanelRound(answered, verification.num_accepted, len(token_ids), draft_seconds, total)
-            if self._panel.learn(done, num_requests):
+        if self._selection is not None and answers and plan.num_speculative_tokens:
+            answered = heard(answers, result.trie.proposals, verification)
+            done = SelectionRound(answered, verification.num_accepted, len(token_ids), draft_seconds, total)
+            if self._selection.learn(done, num_requests):
                 # Others are waited for from now on.
                 pool.draft_cost.forget()
         pool.usual = times if pool.usual is None else pool.usual.moved(times, _FOLLOWING / num_requests)
@@ -305,13 +307,15 @@ class SpeculationOptions(Options):
     length: str = option("goodput", help="how K is chosen, the tokens asked of the drafters", choices=LENGTHS)
     cascade: float = option(
         ALWAYS_ASK,
-        help="part of K that the best proposal of cheap drafters must be expected to bring for dear drafters not to be "
-        "asked in a round; 1: they always are",
+        help="part of K that the best proposal of cheap drafters must be expected to bring for expensive drafters "
+        "not to be asked in a round; 1: they always are",
         minimum=0,
         maximum=ALWAYS_ASK,
     )
     asks: str = option(
-        PAYING, help="whom rounds ask: the drafters that bring more than waiting for them costs, or all", choices=PANELS
+        PAYING,
+        help="whom rounds ask: the drafters that bring more than waiting for them costs, or all",
+        choices=SELECTIONS,
     )
     num_speculative_tokens: int = option(8, help="greatest K; 0: no drafting at all", minimum=0)
     max_draft_tokens: int = option(16, help="tokens of one draft, all branches of a tree together", minimum=0)
@@ -341,12 +345,12 @@ class PoolPolicy:
     load: Load = field(default_factory=Load)
     """What the latest round has seen."""
     usual: RoundTimes | None = None
-    panel: Panel = field(default_factory=Panel)
+    selection: DrafterSelection = field(default_factory=DrafterSelection)
 
     def open(
         self, drafter_ids: Sequence[str], num_speculative_tokens: int | None = None, *, is_chosen: bool = False
     ) -> RequestPolicy:
-        """The policy of one request with this electorate.
+        """The policy of one request with this drafter set.
 
         `num_speculative_tokens`: 0 for no drafting, n for always n (not above the pool's), None for the length policy.
         `is_chosen`: the request has named its drafters; then all of them are asked.
@@ -355,9 +359,9 @@ class PoolPolicy:
         length, most = self._length(num_speculative_tokens), self.options.num_speculative_tokens
         if num_speculative_tokens is not None:
             most = min(max(num_speculative_tokens, 0), most)
-        panel = None if is_chosen or self.options.asks == ALL else self.panel
+        selection = None if is_chosen or self.options.asks == ALL else self.selection
         self.num_open += 1
-        return RequestPolicy(self, weights, length, most, num_speculative_tokens is None, panel)
+        return RequestPolicy(self, weights, length, most, num_speculative_tokens is None, selection)
 
     def _length(self, asked: int | None) -> LengthPolicy:
         most = self.options.num_speculative_tokens
@@ -367,7 +371,7 @@ class PoolPolicy:
             costs = (self.verify_cost, self.draft_cost)
             return Goodput(most, *costs, self.positions, self.probes, router_cost=self.router_cost)
         if self.options.length == "minions" and most > 0:
-            return Minions(min(4, most), most)
+            return MinionsLength(min(4, most), most)
         return Fixed(most)
 
     def budget(self, verifier_id: str) -> Budget:
@@ -391,7 +395,7 @@ class PoolPolicy:
         self.families.pop(drafter_id, None)
         self.calibration.forget(drafter_id)
         self.pool_weights.forget(drafter_id)
-        self.panel.forget(drafter_id)
+        self.selection.forget(drafter_id)
 
 
 def make_policy(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from moot.core.errors import named
 from moot.core.types import Draft, Proposal
 from moot.core.voting.calibration import Calibration, DrafterTable
-from moot.core.voting.tree import PREFIX, SHAPES, Acceptance, Ballot, to_draft
+from moot.core.voting.draft_trie import PREFIX, SHAPES, Acceptance, DraftTrie, to_draft
 
 EMPTY, TOO_LONG, VOCABULARY, CONFIDENCES = "empty", "too_long", "vocabulary", "confidences"
 INVALID_REASONS = (EMPTY, TOO_LONG, VOCABULARY, CONFIDENCES)
@@ -41,23 +41,23 @@ def validate_proposal(proposal: Proposal, vocab_size: int, max_tokens: int) -> s
 class Shares:
     """Share of the vote of each node among its siblings, in [0, 1], worked out when asked for.
 
-    With `tables` (one per drafter of the ballot) the share is a probability: the highest hit rate behind the node,
+    With `tables` (one per drafter of the draft trie) the share is a probability: the highest hit rate behind the node,
     scaled down where siblings would sum to more than 1, since one token at most is right. Siblings are ranked by all
     that is behind them: the best hit rate of each family, families combined by noisy-or. Agreement says which of two
     tokens is likelier, but drafters that read the same text are wrong together, and noisy-or as a probability would
     spend a tree on them. Without tables, it is the weight of the drafters behind the node over that of all who voted.
     """
 
-    __slots__ = ("_ballot", "_families", "_known", "_tables", "_total", "_weights")
+    __slots__ = ("_families", "_known", "_tables", "_total", "_trie", "_weights")
 
     def __init__(
         self,
-        ballot: Ballot,
+        trie: DraftTrie,
         weights: Sequence[float],
         tables: Sequence[DrafterTable] | None = None,
         families: Sequence[str] = (),
     ) -> None:
-        self._ballot = ballot
+        self._trie = trie
         self._weights = weights
         self._total = sum(weights)
         self._tables = tables
@@ -68,7 +68,7 @@ class Shares:
         """Children of `node` with their shares, best first by the rule for ties."""
         known = self._known.get(node)
         if known is None:
-            children = self._ballot.children[node].values()
+            children = self._trie.children[node].values()
             if self._tables is None:
                 known = [(child, self._by_weight(child)) for child in children]
             else:
@@ -88,24 +88,24 @@ class Shares:
 
     def _rank(self, entry: tuple[int, float]) -> tuple[float, float, int]:
         child, share = entry
-        support = share if self._tables is None else self._together(self._tables, child)
-        heaviest = max([self._weights[drafter] for drafter, _ in self._ballot.voters[child]])
+        support = share if self._tables is None else self._batched(self._tables, child)
+        heaviest = max([self._weights[drafter] for drafter, _ in self._trie.drafters[child]])
         # Sums of equal weights in different orders differ in the last bits; that is a tie, not a win.
-        return -round(support, 12), -heaviest, self._ballot.token_ids[child]
+        return -round(support, 12), -heaviest, self._trie.token_ids[child]
 
     def _by_weight(self, node: int) -> float:
         weights = self._weights
-        behind = sum([weights[drafter] for drafter, _ in self._ballot.voters[node]])
+        behind = sum([weights[drafter] for drafter, _ in self._trie.drafters[node]])
         return behind / self._total if self._total > 0.0 else 0.0
 
     def _strongest(self, tables: Sequence[DrafterTable], node: int) -> float:
-        depth = self._ballot.depths[node]
-        return max([tables[drafter].rate(confidence, depth) for drafter, confidence in self._ballot.voters[node]])
+        depth = self._trie.depths[node]
+        return max([tables[drafter].rate(confidence, depth) for drafter, confidence in self._trie.drafters[node]])
 
-    def _together(self, tables: Sequence[DrafterTable], node: int) -> float:
-        depth = self._ballot.depths[node]
+    def _batched(self, tables: Sequence[DrafterTable], node: int) -> float:
+        depth = self._trie.depths[node]
         best: dict[str, float] = {}
-        for drafter, confidence in self._ballot.voters[node]:
+        for drafter, confidence in self._trie.drafters[node]:
             family = self._families[drafter]
             rate = tables[drafter].rate(confidence, depth)
             if rate > best.get(family, 0.0):
@@ -116,7 +116,7 @@ class Shares:
         return 1.0 - miss
 
 
-def majority(ballot: Ballot, shares: Shares, weights: Sequence[float]) -> list[int]:
+def majority(trie: DraftTrie, shares: Shares, weights: Sequence[float]) -> list[int]:
     """From the prefix, the child with the largest share at each depth."""
     path: list[int] = []
     children = shares.of(PREFIX)
@@ -131,33 +131,33 @@ calibrated = majority
 """The same walk; the shares are measured hit rates (see Shares)."""
 
 
-def accumulated(ballot: Ballot, shares: Shares, weights: Sequence[float]) -> list[int]:
+def accumulated(trie: DraftTrie, shares: Shares, weights: Sequence[float]) -> list[int]:
     """The path with the largest sum of node weights."""
-    sums = [0.0] * len(ballot.token_ids)
+    sums = [0.0] * len(trie.token_ids)
     ranked: list[tuple[float, float, tuple[int, ...], int]] = []
-    for node in range(1, len(ballot.token_ids)):
-        behind = [weights[drafter] for drafter, _ in ballot.voters[node]]
-        sums[node] = sums[ballot.parents[node]] + sum(behind)
-        if not ballot.children[node]:
-            ranked.append((-round(sums[node], 12), -max(behind), _ids_to(ballot, node), node))
-    return _nodes_to(ballot, min(ranked)[3]) if ranked else []
+    for node in range(1, len(trie.token_ids)):
+        behind = [weights[drafter] for drafter, _ in trie.drafters[node]]
+        sums[node] = sums[trie.parents[node]] + sum(behind)
+        if not trie.children[node]:
+            ranked.append((-round(sums[node], 12), -max(behind), _ids_to(trie, node), node))
+    return _nodes_to(trie, min(ranked)[3]) if ranked else []
 
 
-def best(ballot: Ballot, shares: Shares, weights: Sequence[float]) -> list[int]:
+def best(trie: DraftTrie, shares: Shares, weights: Sequence[float]) -> list[int]:
     """The whole proposal of the heaviest drafter: no vote, the baseline."""
-    if not ballot.proposals:
+    if not trie.proposals:
         return []
-    weight_of = dict(zip(ballot.drafter_ids, weights, strict=True))
+    weight_of = dict(zip(trie.drafter_ids, weights, strict=True))
     heaviest = max(weights)
     # A drafter's proposals stand best first; of equally heavy drafters the lowest ids win.
     firsts: dict[str, tuple[int, ...]] = {}
-    for proposal in ballot.proposals:
+    for proposal in trie.proposals:
         if weight_of[proposal.drafter_id] == heaviest:
             firsts.setdefault(proposal.drafter_id, proposal.token_ids)
-    return ballot.follow(min(firsts.values()))
+    return trie.follow(min(firsts.values()))
 
 
-POLICIES: dict[str, Callable[[Ballot, Shares, Sequence[float]], list[int]]] = {
+POLICIES: dict[str, Callable[[DraftTrie, Shares, Sequence[float]], list[int]]] = {
     "majority": majority,
     "calibrated": calibrated,
     "accumulated": accumulated,
@@ -172,7 +172,7 @@ class VoteResult:
     `winners[i]`: the drafters whose proposals run through the i-th token of the path. `agreement_ratio`: of the
     drafters that voted, the part that is behind the first token of the path; None when nobody voted. `num_offered`:
     nodes of the shape, also those that were not worth their time.
-    `expected_accepted`: sum of the nodes' estimated probabilities. `ballot` and `shares` are for learning.
+    `expected_accepted`: sum of the nodes' estimated probabilities. `trie` and `shares` are for learning.
     """
 
     draft: Draft
@@ -181,7 +181,7 @@ class VoteResult:
     agreement_ratio: float | None
     expected_accepted: float
     num_offered: int
-    ballot: Ballot
+    trie: DraftTrie
     shares: Shares
 
     @property
@@ -212,47 +212,47 @@ def vote(
     Raises ConfigError for an unknown policy or shape.
     """
     choose, select = named("vote", policy, POLICIES), named("shape", shape, SHAPES)
-    ballot = Ballot(proposals, num_speculative_tokens)
-    numbers = [weights.get(drafter_id, 1.0) for drafter_id in ballot.drafter_ids]
+    trie = DraftTrie(proposals, num_speculative_tokens)
+    numbers = [weights.get(drafter_id, 1.0) for drafter_id in trie.drafter_ids]
     if policy == "calibrated":
         if calibration is None:
             raise ValueError("the calibrated vote needs a calibration")
-        tables = [calibration.of(drafter_id) for drafter_id in ballot.drafter_ids]
+        tables = [calibration.of(drafter_id) for drafter_id in trie.drafter_ids]
         family_of = families or {}
-        shares = Shares(ballot, numbers, tables, [family_of.get(id_, id_) for id_ in ballot.drafter_ids])
+        shares = Shares(trie, numbers, tables, [family_of.get(id_, id_) for id_ in trie.drafter_ids])
     else:
-        shares = Shares(ballot, numbers)
-    voted = choose(ballot, shares, numbers)
-    limit = len(ballot) if max_draft_tokens is None else max(max_draft_tokens, 0)
+        shares = Shares(trie, numbers)
+    voted = choose(trie, shares, numbers)
+    limit = len(trie) if max_draft_tokens is None else max(max_draft_tokens, 0)
     if policy == "best":
         select = SHAPES["chain"]
-    nodes, probabilities = select(ballot, shares, voted, limit, acceptance)
+    nodes, probabilities = select(trie, shares, voted, limit, acceptance)
     num_offered = len(nodes)
     if spend is not None:
         count = spend(probabilities)
         nodes, probabilities = nodes[:count], probabilities[:count]
     index_of = {node: index for index, node in enumerate(nodes)}
     path = [node for node in voted if node in index_of]
-    ids = ballot.drafter_ids
+    ids = trie.drafter_ids
     return VoteResult(
-        draft=to_draft(ballot, nodes),
+        draft=to_draft(trie, nodes),
         path=tuple([index_of[node] for node in path]),
-        winners=tuple([tuple([ids[drafter] for drafter, _ in ballot.voters[node]]) for node in path]),
-        agreement_ratio=len(ballot.voters[voted[0]]) / len(ids) if voted else None,
+        winners=tuple([tuple([ids[drafter] for drafter, _ in trie.drafters[node]]) for node in path]),
+        agreement_ratio=len(trie.drafters[voted[0]]) / len(ids) if voted else None,
         expected_accepted=sum(probabilities),
         num_offered=num_offered,
-        ballot=ballot,
+        trie=trie,
         shares=shares,
     )
 
 
-def _nodes_to(ballot: Ballot, node: int) -> list[int]:
+def _nodes_to(trie: DraftTrie, node: int) -> list[int]:
     nodes: list[int] = []
     while node != PREFIX:
         nodes.append(node)
-        node = ballot.parents[node]
+        node = trie.parents[node]
     return nodes[::-1]
 
 
-def _ids_to(ballot: Ballot, node: int) -> tuple[int, ...]:
-    return tuple([ballot.token_ids[on_path] for on_path in _nodes_to(ballot, node)])
+def _ids_to(trie: DraftTrie, node: int) -> tuple[int, ...]:
+    return tuple([trie.token_ids[on_path] for on_path in _nodes_to(trie, node)])

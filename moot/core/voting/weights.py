@@ -1,4 +1,4 @@
-"""One number per drafter, and how it moves. Weights of one request sum to 1 over its electorate.
+"""One number per drafter, and how it moves. Weights of one request sum to 1 over its drafter set.
 
 `minions` (2402.15678): the winner alone is rewarded or punished. `hedge` (default; multiplicative weights, HedgeSpec
 2510.20064): every drafter by what its own proposal would have won. `uniform`: never. They start from the pool's
@@ -73,7 +73,7 @@ class Uniform(Weights):
         self._admit([proposal.drafter_id for proposal in contest.proposals])
 
 
-class Minions(Weights):
+class MinionsWeights(Weights):
     """Winners only: accepted / drafted of the round at least `threshold` multiplies by `reward`, below by `penalty`."""
 
     def __init__(
@@ -178,14 +178,14 @@ def _follow(entry: _Open, token_ids: Sequence[int]) -> None:
     entry.num_known = end
 
 
-WEIGHTS: dict[str, type[Weights]] = {"hedge": Hedge, "minions": Minions, "uniform": Uniform}
+WEIGHTS: dict[str, type[Weights]] = {"hedge": Hedge, "minions": MinionsWeights, "uniform": Uniform}
 
 
 class PoolWeights:
     """Running weights per drafter: where a request starts, and what it leaves behind.
 
     A finished request moves its drafters' share `rate` of the way to its own weights; drafters that were not in its
-    electorate keep theirs.
+    drafter set keep theirs.
     """
 
     def __init__(self, rate: float = 0.1, priors: Mapping[str, float] | None = None) -> None:

@@ -30,7 +30,7 @@ from moot.core.noise import position_key
 from moot.core.options import option, option_of
 from moot.core.sampling import MASKED
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.attached.base import ChainOptions, InsideAsk, InsideDrafter
+from moot.drafters.attached.attached_interface import AttachedAsk, AttachedDrafter, ChainOptions
 from moot.drafters.attached.head_steps import head_steps
 from moot.drafters.attached.recurrent_head import RecurrentHead
 from moot.drafters.neural.draft_model import COUPLED, DraftModelOptions, drafting_params
@@ -203,7 +203,7 @@ class HeadsOptions(ChainOptions):
 class _Row:
     """One chain in the making."""
 
-    ask: InsideAsk
+    ask: AttachedAsk
     goal: int
     path: list[int]
     confidences: list[int]
@@ -217,7 +217,7 @@ class _Row:
         return latest + [ids[max(0, length - 1 - back)] for back in range(count - len(latest))]
 
 
-class HeadsDrafter(InsideDrafter):
+class HeadsDrafter(AttachedDrafter):
     kind = "heads"
 
     def __init__(self, drafter_id: str, options: HeadsOptions, runner: ModelRunner) -> None:
@@ -244,7 +244,7 @@ class HeadsDrafter(InsideDrafter):
         self._tokens = head.shape.tokens
 
     @torch.inference_mode()
-    def propose(self, asks: Sequence[InsideAsk]) -> list[list[Proposal]]:
+    def propose(self, asks: Sequence[AttachedAsk]) -> list[list[Proposal]]:
         if self._options.draws != COUPLED:
             asks = [replace(ask, params=drafting_params(ask.params, self._options.draws)) for ask in asks]
         rows = [_Row(ask, self._goal(ask), [], [], 1.0) for ask in asks]
@@ -260,7 +260,7 @@ class HeadsDrafter(InsideDrafter):
                 states = states[torch.tensor(kept, device=self._device)]
         return [[_chain(row) for row in chains[id(ask)] if row.path] for ask in asks]
 
-    def _goal(self, ask: InsideAsk) -> int:
+    def _goal(self, ask: AttachedAsk) -> int:
         room = self._options.context_limit - len(ask.token_ids)
         return max(0, min(ask.num_tokens, self._options.max_tokens, room)) if ask.width > 0 else 0
 

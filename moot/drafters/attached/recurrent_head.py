@@ -34,7 +34,7 @@ _EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShape:
+class RecurrentHeadShape:
     """`state`: numbers in the target's hidden state; `width`: of the gated layer; `vocab`: ids that it can guess;
     `tokens`: how many of the last tokens a step sees."""
 
@@ -45,7 +45,7 @@ class HeadShape:
 
 
 class RecurrentHead(nn.Module):
-    def __init__(self, shape: HeadShape, token_ids: Tensor) -> None:
+    def __init__(self, shape: RecurrentHeadShape, token_ids: Tensor) -> None:
         """`token_ids`: int64 [vocab], what each output but the last stands for; in files the most frequent first."""
         super().__init__()
         self.shape = shape
@@ -94,7 +94,7 @@ class RecurrentHead(nn.Module):
             config = json.loads((folder / _CONFIG).read_text())
             if (config.get("kind"), config.get("format")) != (KIND, _FORMAT):
                 raise ConfigError(f"{folder} holds no recurrent head of format {_FORMAT}")
-            shape = HeadShape(*(int(config[name]) for name in HeadShape.__slots__))
+            shape = RecurrentHeadShape(*(int(config[name]) for name in RecurrentHeadShape.__slots__))
             weights = load_file(folder / _WEIGHTS)
             head = cls(shape, weights.pop("token_ids").long()).to(torch.bfloat16)
             head.load_state_dict(weights | {"token_ids": head.get_buffer("token_ids")})

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from moot.core.errors import ConfigError
 from moot.core.options import option, option_of
 from moot.core.types import Proposal
-from moot.drafters.base import (
+from moot.drafters.interface import (
     MAX_VOCAB_SIZE,
     IndexingOptions,
-    ModelFreeProposer,
+    ModelFreeDrafter,
     PrefixSession,
     require,
     window_start,
@@ -215,7 +215,7 @@ class NgramSession(PrefixSession):
     """By context, packed into one number. One that was seen once, as most are, has its follower's id for a value."""
 
 
-class NgramProposer(ModelFreeProposer[NgramSession]):
+class NgramDrafter(ModelFreeDrafter[NgramSession]):
     kind = "ngram"
 
     def __init__(self, options: NgramOptions) -> None:

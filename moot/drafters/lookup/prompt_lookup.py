@@ -18,13 +18,13 @@ import numpy as np
 
 from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.base import ModelFreeProposer, PrefixSession, ProposerOptions, require
+from moot.drafters.interface import DrafterOptions, ModelFreeDrafter, PrefixSession, require
 
 MAX_NGRAM = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptLookupOptions(ProposerOptions):
+class PromptLookupOptions(DrafterOptions):
     max_ngram: int = option(4, help="longest n-gram looked up, in tokens", minimum=1, maximum=MAX_NGRAM)
     min_ngram: int = option(1, help="shortest n-gram looked up, in tokens", minimum=1)
 
@@ -37,7 +37,7 @@ class PromptLookupSession(PrefixSession):
     tokens: array[int] = field(default_factory=lambda: array("I"))
 
 
-class PromptLookupProposer(ModelFreeProposer[PromptLookupSession]):
+class PromptLookupDrafter(ModelFreeDrafter[PromptLookupSession]):
     kind = "prompt_lookup"
 
     def __init__(self, options: PromptLookupOptions) -> None:

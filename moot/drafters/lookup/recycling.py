@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 
 from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.base import ModelFreeProposer, PrefixSession, ProposerOptions
+from moot.drafters.interface import DrafterOptions, ModelFreeDrafter, PrefixSession
 
 MAX_CANDIDATES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecyclingOptions(ProposerOptions):
+class RecyclingOptions(DrafterOptions):
     num_candidates: int = option(MAX_CANDIDATES, help="entries kept per token", minimum=1, maximum=MAX_CANDIDATES)
     shared_rows: int = option(
         0, help="rows of a table shared by all sessions, least recently used out first; 0: none", minimum=0
@@ -43,7 +43,7 @@ class RecyclingSession(PrefixSession):
     rows: dict[int, _Row] = field(default_factory=dict)
 
 
-class RecyclingProposer(ModelFreeProposer[RecyclingSession]):
+class RecyclingDrafter(ModelFreeDrafter[RecyclingSession]):
     kind = "recycling"
 
     def __init__(self, options: RecyclingOptions) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.base import IndexingOptions, ModelFreeProposer, PrefixSession, window_start
+from moot.drafters.interface import IndexingOptions, ModelFreeDrafter, PrefixSession, window_start
 from moot.drafters.lookup.datastore import DEPTH, Datastore
 from moot.shipped import locate
 
@@ -135,7 +135,7 @@ class SuffixSession(PrefixSession):
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
 
 
-class SuffixProposer(ModelFreeProposer[SuffixSession]):
+class SuffixDrafter(ModelFreeDrafter[SuffixSession]):
     kind = "suffix"
 
     def __init__(self, options: SuffixOptions) -> None:

@@ -16,8 +16,8 @@ from moot.core.history import History
 from moot.core.noise import choice_seed
 from moot.core.options import option, option_of
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Ask, ConfidenceOptions, Proposer
-from moot.drafters.neural.sessions import Drafted, NeuralSession, SessionFeed
+from moot.drafters.interface import Ask, ConfidenceOptions, Drafter
+from moot.drafters.neural.neural_sessions import Drafted, NeuralSession, SessionFeed
 from moot.model.backend import choose_runner
 from moot.model.compute import ComputeOptions, TorchOptions
 from moot.model.loading.load import LoadedModel, load_model
@@ -54,7 +54,7 @@ class DraftModelOptions(ConfidenceOptions):
     dtype: str = option_of(ComputeOptions, "dtype", help="number format of the weights")
     num_threads: int | None = option_of(TorchOptions, "num_threads")
     kv_capacity_tokens: int = option(65_536, help="tokens of KV cache for all sessions together", minimum=1)
-    deterministic: bool = option(False, help="proposals that do not depend on batch-mates, bit by bit (slower)")
+    batch_invariant: bool = option(False, help="proposals that do not depend on batch-mates, bit by bit (slower)")
     draws: str = option(COUPLED, help="at temperature > 0: the target's noise, other noise, or none", choices=DRAWS)
     prefill_chunk: int = option(256, help="tokens of one session fed in one forward", minimum=1)
 
@@ -63,7 +63,7 @@ class DraftModelOptions(ConfidenceOptions):
         return load_model(locate(self.model), self.device, self.dtype, self.revision, num_threads=self.num_threads)
 
 
-class DraftModelProposer(Proposer[NeuralSession]):
+class DraftModelDrafter(Drafter[NeuralSession]):
     """A kind adds how it drafts: `propose`. `loaded`: what drafts; of its embeddings the first `num_ids` are ids'."""
 
     def __init__(self, options: DraftModelOptions, loaded: LoadedModel, num_ids: int) -> None:
@@ -74,7 +74,7 @@ class DraftModelProposer(Proposer[NeuralSession]):
         self.tokenizer_fingerprint = info.tokenizer_fingerprint
         self.model_info = replace(info, vocab_size=self.vocab_size, context_limit=self.context_limit)
         self._num_embeddings = num_ids
-        self._runner = choose_runner(loaded, options.kv_capacity_tokens, options.deterministic)
+        self._runner = choose_runner(loaded, options.kv_capacity_tokens, options.batch_invariant)
         self.device = self._runner.device.type
         self._feed = SessionFeed(self._runner, options.prefill_chunk)
         self._sampler = Sampler(self.vocab_size, info.end_token_ids)

@@ -17,11 +17,11 @@ from typing import Any
 from moot.core.errors import ConfigError
 from moot.core.options import option
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Ask, PathAsk, Proposer
-from moot.drafters.neural.draft_model import DraftModelOptions, DraftModelProposer, as_chain
-from moot.drafters.neural.drafting import NeuralDrafting, num_likely
-from moot.drafters.neural.sessions import NeuralSession
+from moot.drafters.interface import Ask, Drafter, PathAsk
+from moot.drafters.neural.draft_model import DraftModelDrafter, DraftModelOptions, as_chain
+from moot.drafters.neural.neural_sessions import NeuralSession
 from moot.drafters.neural.stages import GuessingStage
+from moot.drafters.neural.stepwise import NeuralDrafting, num_likely
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,12 @@ class NeuralOptions(DraftModelOptions):
     stage_tokens: int = option(8, help="tokens guessed for one forward at most", minimum=1)
 
 
-class NeuralProposer(DraftModelProposer):
+class NeuralDrafter(DraftModelDrafter):
     kind = "neural"
     is_stepwise = True
 
     def __init__(
-        self, options: NeuralOptions, make_stage: Callable[[str, int, str], Proposer[Any]] | None = None
+        self, options: NeuralOptions, make_stage: Callable[[str, int, str], Drafter[Any]] | None = None
     ) -> None:
         """`make_stage(stages, vocab_size, tokenizer fingerprint)`: the registry's, needed where options name stages."""
         loaded = options.load()
@@ -69,7 +69,7 @@ class NeuralProposer(DraftModelProposer):
     def open(self, prefix: Sequence[int], params: SamplingParams) -> NeuralSession:
         session = super().open(prefix, params)
         if self._stage is not None:
-            session.stage = self._stage.proposer.open(prefix, params)
+            session.stage = self._stage.drafter.open(prefix, params)
         return session
 
     def extend(
@@ -77,7 +77,7 @@ class NeuralProposer(DraftModelProposer):
     ) -> None:
         super().extend(session, token_ids, top_candidates)
         if token_ids and self._stage is not None:
-            self._stage.proposer.extend(session.stage, token_ids, top_candidates)
+            self._stage.drafter.extend(session.stage, token_ids, top_candidates)
 
     def propose(self, asks: Sequence[Ask[NeuralSession]]) -> list[list[Proposal]]:
         lengths = [self._room(ask) for ask in asks]
@@ -114,9 +114,9 @@ class NeuralProposer(DraftModelProposer):
         """As every draft model; then let the stage do the like."""
         if super().warm(session):
             return True
-        return self._stage is not None and self._stage.proposer.warm(session.stage)
+        return self._stage is not None and self._stage.drafter.warm(session.stage)
 
     def close(self, session: NeuralSession) -> None:
         super().close(session)
         if self._stage is not None:
-            self._stage.proposer.close(session.stage)
+            self._stage.drafter.close(session.stage)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Ask, PathAsk, Proposer
-from moot.drafters.neural.sessions import NeuralSession
+from moot.drafters.interface import Ask, Drafter, PathAsk
+from moot.drafters.neural.neural_sessions import NeuralSession
 from moot.model.cache.contiguous import PAGE_SLOTS, KvPool
 
 
@@ -22,9 +22,9 @@ class GuessingStage:
     """`num_tokens`: ids guessed for one forward at most. `num_embeddings`: of the draft model; `pool`: its caches'."""
 
     def __init__(
-        self, proposer: Proposer[Any], num_tokens: int, context_limit: int, num_embeddings: int, pool: KvPool
+        self, drafter: Drafter[Any], num_tokens: int, context_limit: int, num_embeddings: int, pool: KvPool
     ) -> None:
-        self.proposer = proposer
+        self.drafter = drafter
         self.num_guessed = 0
         self._num_tokens = num_tokens
         self._context_limit = context_limit
@@ -49,19 +49,19 @@ class GuessingStage:
                 asking.append(index)
                 asks.append(PathAsk(session.stage, session.path(len(session.tokens) - session.num_tentative), room))
         found: list[tuple[int, ...]] = [()] * len(sessions)
-        for index, ask, ids in zip(asking, asks, self.proposer.after(asks), strict=True):
+        for index, ask, ids in zip(asking, asks, self.drafter.after(asks), strict=True):
             bad = next((i for i, token in enumerate(ids) if not 0 <= token < self._num_embeddings), len(ids))
             found[index] = ids[: min(bad, ask.num_tokens)]
             self.num_guessed += len(found[index])
         return found
 
 
-class FirstOf(Proposer[tuple[Any, Any]]):
+class FirstOf(Drafter[tuple[Any, Any]]):
     """What `first` says, or where it abstains, what `other` says."""
 
     kind = "first_of"
 
-    def __init__(self, first: Proposer[Any], other: Proposer[Any]) -> None:
+    def __init__(self, first: Drafter[Any], other: Drafter[Any]) -> None:
         self._both = (first, other)
         self.family = other.family
         self.context_limit = max(first.context_limit, other.context_limit)
@@ -73,8 +73,8 @@ class FirstOf(Proposer[tuple[Any, Any]]):
     def extend(
         self, session: tuple[Any, Any], token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
     ) -> None:
-        for proposer, own in zip(self._both, session, strict=True):
-            proposer.extend(own, token_ids, top_candidates)
+        for drafter, own in zip(self._both, session, strict=True):
+            drafter.extend(own, token_ids, top_candidates)
 
     def propose(self, asks: Sequence[Ask[tuple[Any, Any]]]) -> list[list[Proposal]]:
         answers = self._part(0).propose([dataclasses.replace(ask, session=ask.session[0]) for ask in asks])
@@ -97,11 +97,11 @@ class FirstOf(Proposer[tuple[Any, Any]]):
         return answers
 
     def warm(self, session: tuple[Any, Any]) -> bool:
-        return any([proposer.warm(own) for proposer, own in zip(self._both, session, strict=True)])
+        return any([drafter.warm(own) for drafter, own in zip(self._both, session, strict=True)])
 
     def close(self, session: tuple[Any, Any]) -> None:
-        for proposer, own in zip(self._both, session, strict=True):
-            proposer.close(own)
+        for drafter, own in zip(self._both, session, strict=True):
+            drafter.close(own)
 
-    def _part(self, index: int) -> Proposer[Any]:
+    def _part(self, index: int) -> Drafter[Any]:
         return self._both[index]

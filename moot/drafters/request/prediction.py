@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from moot.core.options import option
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Material, ModelFreeProposer, PrefixSession, ProposerOptions
+from moot.drafters.interface import DrafterOptions, ModelFreeDrafter, PrefixSession, RequestContext
 from moot.drafters.lookup.matching import occurrences
 
 _LEVELS = (1, 2, 3, 4, 6, 8, 16, 32)
@@ -31,7 +31,7 @@ _LEAST_BACKWARD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictionOptions(ProposerOptions):
+class PredictionOptions(DrafterOptions):
     max_match: int = option(16, help="most ids of the output that are looked for after an edit", minimum=1)
 
 
@@ -56,23 +56,25 @@ class PredictionSession(PrefixSession):
         return np.frombuffer(self.text, dtype=np.uint32)
 
 
-class PredictionProposer(ModelFreeProposer[PredictionSession]):
+class PredictionDrafter(ModelFreeDrafter[PredictionSession]):
     kind = "prediction"
 
     def __init__(self, options: PredictionOptions) -> None:
         super().__init__(options)
         self._max_match = options.max_match
 
-    def serves(self, material: Material) -> bool:
-        return bool(material.prediction_token_ids)
+    def serves(self, request_context: RequestContext) -> bool:
+        return bool(request_context.prediction_token_ids)
 
     def new_session(self) -> PredictionSession:
         return PredictionSession(tail=deque(maxlen=self._max_match))
 
-    def open_request(self, prefix: Sequence[int], params: SamplingParams, material: Material) -> PredictionSession:
+    def open_request(
+        self, prefix: Sequence[int], params: SamplingParams, request_context: RequestContext
+    ) -> PredictionSession:
         session = self.new_session()
-        session.prompt_length = material.prompt_length
-        session.text = array("I", material.prediction_token_ids)
+        session.prompt_length = request_context.prompt_length
+        session.text = array("I", request_context.prediction_token_ids)
         self.extend(session, prefix)
         return session
 

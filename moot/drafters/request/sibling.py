@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from moot.core.options import option_of
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Material, ModelFreeProposer, PrefixSession, ProposerOptions, require
+from moot.drafters.interface import DrafterOptions, ModelFreeDrafter, PrefixSession, RequestContext, require
 from moot.drafters.lookup.suffix import SuffixOptions, confidence_byte
 from moot.drafters.request.prediction import PredictionOptions
 from moot.drafters.request.siblings import SEPARATOR, Siblings
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiblingOptions(ProposerOptions):
+class SiblingOptions(DrafterOptions):
     max_match: int = option_of(
         PredictionOptions, "max_match", help="most ids of a choice's end that are looked for in the others"
     )
@@ -43,7 +43,7 @@ class SiblingSession(PrefixSession):
     """Position of the first token that is written into the row: the last ones of the prompt stand before the output."""
 
 
-class SiblingProposer(ModelFreeProposer[SiblingSession]):
+class SiblingDrafter(ModelFreeDrafter[SiblingSession]):
     kind = "sibling"
     shares_sessions = True
 
@@ -52,15 +52,17 @@ class SiblingProposer(ModelFreeProposer[SiblingSession]):
         self._max_match = options.max_match
         self._min_match = options.min_match
 
-    def serves(self, material: Material) -> bool:
-        return material.siblings is not None
+    def serves(self, request_context: RequestContext) -> bool:
+        return request_context.siblings is not None
 
     def new_session(self) -> SiblingSession:
         return SiblingSession()
 
-    def open_request(self, prefix: Sequence[int], params: SamplingParams, material: Material) -> SiblingSession:
-        first = max(material.prompt_length - self._max_match, 0)
-        session = SiblingSession(0, material.siblings, material.choice_index, first)
+    def open_request(
+        self, prefix: Sequence[int], params: SamplingParams, request_context: RequestContext
+    ) -> SiblingSession:
+        first = max(request_context.prompt_length - self._max_match, 0)
+        session = SiblingSession(0, request_context.siblings, request_context.choice_index, first)
         if session.siblings is not None:
             session.siblings.begin(session.choice)
         self.extend(session, prefix)

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from moot.core.errors import NoCapacity, is_out_of_memory
-from moot.model.cache.base import KvCache, Pending
+from moot.model.cache.kv_cache import KvCache, Pending
 from moot.runtime.faults import fault
 
 PAGE_SLOTS = 512
 """Slots are charged to the pool in multiples of this."""
 
 SPAN_SLOTS = 256
-"""Slots are allocated, and attended to in deterministic mode, in multiples of this."""
+"""Slots are allocated, and attended to in batch-invariant mode, in multiples of this."""
 
 
 def round_up(number: int, multiple: int) -> int:

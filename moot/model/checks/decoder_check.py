@@ -1,4 +1,5 @@
-"""Deterministic mode of a decoder: how many rows its products, attention and element-wise parts may have in a call."""
+"""Batch-invariant mode of a decoder: how many rows its products, attention and element-wise parts may have in a
+call."""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ def decoder_rules(decoder: Decoder, context_limit: int) -> RowRules:
         if linear is not None:
             break
     else:
-        raise ConfigError("deterministic mode does not hold: products depend on the number of rows")
+        raise ConfigError("batch-invariant mode does not hold: products depend on the number of rows")
     attention = first_holding(_PADDINGS, list(_attention_cases(decoder.weights.heads, context_limit, generator)))
     if attention is None:
-        raise ConfigError("deterministic mode does not hold: attention depends on the number of rows")
+        raise ConfigError("batch-invariant mode does not hold: attention depends on the number of rows")
     return RowRules(TILE_ROWS, linear, attention, True, tile, TILE_ROWS, PRODUCT_SLOTS)
 
 

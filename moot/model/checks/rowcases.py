@@ -1,4 +1,4 @@
-"""The check behind deterministic mode: the same rows in different company, compared bit by bit.
+"""The check behind batch-invariant mode: the same rows in different company, compared bit by bit.
 
 Rounding that differs in the last bits of a float32 sum is mostly hidden when the result is rounded to bfloat16, and
 then shows once in ten thousand tokens. So the inputs here are made to cancel: every sum is exactly zero, and what

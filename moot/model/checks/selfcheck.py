@@ -1,4 +1,4 @@
-"""The check behind deterministic mode: which paddings make rows round alike here, found out bit by bit."""
+"""The check behind batch-invariant mode: which paddings make rows round alike here, found out bit by bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moot.model.inputs import SequenceInput
 from moot.model.layout import AttentionArguments
 from moot.model.loading.load import LoadedModel
 from moot.model.modules.attention import attend
-from moot.model.modules.layers import SharedLinear, foreign_products
+from moot.model.modules.tiled_layers import SharedLinear, foreign_products
 from moot.model.rows import TILE_ROWS, RowRules, attention_candidates, linear_candidates
 from moot.model.runner import ModelRunner
 
@@ -34,13 +34,13 @@ def find_rules(loaded: LoadedModel) -> RowRules:
         return decoder_rules(loaded.decoder, loaded.info.context_limit)
     if foreign := foreign_products(loaded.model):
         raise ConfigError(
-            f"deterministic mode covers products of linear layers only; {loaded.info.model} also has {foreign[0]}"
+            f"batch-invariant mode covers products of linear layers only; {loaded.info.model} also has {foreign[0]}"
         )
     dtype, generator = loaded.kv_shape.dtype, torch.Generator().manual_seed(0)
     products = [_linear_case(loaded, shape, generator) for shape in _distinct_shapes(loaded.model)]
     linear = first_holding(linear_candidates(dtype), products)
     if linear is None:
-        raise ConfigError(f"deterministic mode does not hold: {dtype} matrix products depend on the number of rows")
+        raise ConfigError(f"batch-invariant mode does not hold: {dtype} matrix products depend on the number of rows")
     attentions = [
         _attention_case(loaded, slots, cancel_scores, generator)
         for slots in (SPAN_SLOTS, PAGE_SLOTS)
@@ -48,7 +48,7 @@ def find_rules(loaded: LoadedModel) -> RowRules:
     ]
     attention = first_holding(attention_candidates(dtype), attentions)
     if attention is None:
-        raise ConfigError(f"deterministic mode does not hold: {dtype} attention depends on the number of rows")
+        raise ConfigError(f"batch-invariant mode does not hold: {dtype} attention depends on the number of rows")
     return RowRules(TILE_ROWS, linear, attention, True)
 
 
@@ -63,13 +63,13 @@ def check_passes(runner: ModelRunner) -> None:
     for chunks in ([limit - 8, 1, 1, 2, 4], [limit - 17, 17]):
         if min(chunks) > 0 and not torch.equal(_last_logits(runner, token_ids, chunks), whole):
             raise ConfigError(
-                f"deterministic mode does not hold for {runner.info.model}: the same {limit} tokens give other numbers"
-                f" in chunks of {chunks}"
+                f"batch-invariant mode does not hold for {runner.info.model}: the same {limit} tokens give other"
+                f" numbers in chunks of {chunks}"
             )
     if limit > 16 and not torch.equal(_last_logits(runner, token_ids, [limit - 8, 8], _BRANCHES), whole):
         raise ConfigError(
-            f"deterministic mode does not hold for {runner.info.model}: the path of a tree gives other numbers than the"
-            " same tokens as a chain"
+            f"batch-invariant mode does not hold for {runner.info.model}: the path of a tree gives other numbers than"
+            " the same tokens as a chain"
         )
 
 

@@ -14,12 +14,12 @@ from torch import nn
 from moot.model.cache.contiguous import KvShape
 from moot.model.decoder.by_kernels import kernels_suit
 from moot.model.decoder.decoder import Decoder
+from moot.model.decoder.kernels.kernel_products import KernelProduct
 from moot.model.decoder.kernels.library import Kernels
-from moot.model.decoder.kernels.products import KernelProduct
-from moot.model.decoder.layers import HeadNorm, HeadShape, Layer, Norm, Rotary, Weights, pairing
+from moot.model.decoder.layers import DecoderWeights, HeadNorm, HeadShape, Layer, Norm, Rotary, pairing
 from moot.model.decoder.products import Product, can_pack
 from moot.model.layout import AttentionArguments
-from moot.model.loading.weights import LayerWeights, NormWeights, read_weights, why_unknown
+from moot.model.loading.llama_weights import LayerWeights, NormWeights, read_weights, why_unknown
 
 _log = logging.getLogger("moot.model")
 
@@ -47,7 +47,7 @@ def build_decoder(
         if any(not _called_as_read(layer, arguments[index]) for index, layer in enumerate(read.layers)):
             _log.info("computed by its own modules: attention is not called as its weights were read")
             return None
-        weights = Weights(
+        weights = DecoderWeights(
             read.embedding,
             tuple(_layer(layer, heads, pack) for layer in read.layers),
             _norm(read.last_norm),

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from moot.core.types import ROOT
-from moot.model.cache.base import depths_of
+from moot.model.cache.kv_cache import depths_of
+from moot.model.decoder.kernels.kernel_products import KernelProduct
 from moot.model.decoder.kernels.library import MOST_DIM, CAttention, CLayer, CNorm, CPlan, CRows, CWeight, Kernels
-from moot.model.decoder.kernels.products import KernelProduct
-from moot.model.decoder.layers import HeadShape, Layer, Norm, Weights
+from moot.model.decoder.layers import DecoderWeights, HeadShape, Layer, Norm
 from moot.model.decoder.products import Product
 from moot.model.layout import Segment, Step
 
@@ -102,7 +102,7 @@ def kernels_suit(heads: HeadShape, width: int, inner: int) -> bool:
 class KernelLayers:
     """Of weights whose products are the kernels'."""
 
-    def __init__(self, kernels: Kernels, weights: Weights) -> None:
+    def __init__(self, kernels: Kernels, weights: DecoderWeights) -> None:
         self._kernels = kernels
         self._weights = weights
         self._layers = [_c_layer(layer) for layer in weights.layers]

@@ -13,14 +13,19 @@ from torch.nn import functional
 
 from moot.model.decoder.by_kernels import KernelLayers
 from moot.model.decoder.kernels.library import Kernels
-from moot.model.decoder.layers import Weights, gated, turned_heads
+from moot.model.decoder.layers import DecoderWeights, gated, turned_heads
 from moot.model.decoder.tiles import StepTiles
 from moot.model.layout import Step
 from moot.model.rows import NATURAL_DECODER, NATURAL_KERNELS, RowRules
 
 
 def run_layers(
-    weights: Weights, embedded: Tensor, positions: Sequence[int], step: Step, rules: RowRules, layers: Sequence[int]
+    weights: DecoderWeights,
+    embedded: Tensor,
+    positions: Sequence[int],
+    step: Step,
+    rules: RowRules,
+    layers: Sequence[int],
 ) -> Tensor:
     """embedded: bfloat16 [rows, width]. Returns what the last norm makes of the last layer's rows, of that shape."""
     heads, (rows, width) = weights.heads, embedded.shape
@@ -51,7 +56,7 @@ class Decoder:
     they are stored. `kernels`: whose products the weights have and who computes the layers; None: torch does.
     """
 
-    def __init__(self, weights: Weights, kernels: Kernels | None = None) -> None:
+    def __init__(self, weights: DecoderWeights, kernels: Kernels | None = None) -> None:
         self.weights = weights
         self.kernels = kernels
         self._by_kernels = None if kernels is None else KernelLayers(kernels, weights)

@@ -132,7 +132,7 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class DecoderWeights:
     """Of a whole decoder. embedding: bfloat16 [vocab, width]."""
 
     embedding: Tensor

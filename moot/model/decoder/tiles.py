@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from moot.model.cache.base import Pending
+from moot.model.cache.kv_cache import Pending
 from moot.model.decoder.layers import HeadShape
 from moot.model.layout import Segment, Step, Tile
 
@@ -28,7 +28,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: i
         return torch.bmm(torch.softmax(scores, -1), values)
     kv_heads, count, dim = queries.shape
     apart = queries.view(kv_heads, count // group, group, dim).transpose(1, 2)
-    together = scaled_dot_product_attention(
+    batched = scaled_dot_product_attention(
         apart.reshape(1, kv_heads * group, count // group, dim),
         keys[None],
         values[None],
@@ -36,7 +36,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: i
         scale=1.0,
         enable_gqa=group > 1,
     )
-    return together.view(kv_heads, group, count // group, dim).transpose(1, 2).reshape(kv_heads, count, dim)
+    return batched.view(kv_heads, group, count // group, dim).transpose(1, 2).reshape(kv_heads, count, dim)
 
 
 class ChainStore:

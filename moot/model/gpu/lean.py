@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from moot.core.errors import ModelRefused
-from moot.model.gpu.attention import PagedAttention
+from moot.model.gpu.paged_attention import PagedAttention
 from moot.model.gpu.plan import DevicePlan
+from moot.model.loading.llama_weights import LayerWeights, LinearWeights, NormWeights, read_weights, why_unknown
 from moot.model.loading.load import LoadedModel
-from moot.model.loading.weights import LayerWeights, LinearWeights, NormWeights, read_weights, why_unknown
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moot.model.cache.base import Pending, is_chain, paths
 from moot.model.cache.contiguous import PAGE_SLOTS, round_up
+from moot.model.cache.kv_cache import Pending, is_chain, paths
 from moot.model.gpu.pool import PagedCache, PagedPool, Scratch
 
 WAVE_PAGES = 16

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moot.core.errors import NoCapacity
-from moot.model.cache.base import KvCache, Pending
 from moot.model.cache.contiguous import PAGE_SLOTS, KvPool, KvShape, round_up
+from moot.model.cache.kv_cache import KvCache, Pending
 
 SCRATCH_SLOTS = 16_384
 """Slots for the paths of one step's trees; a step that needs more is refused, and then tried in parts."""

@@ -17,7 +17,7 @@ from moot.model.decoder.decoder import Decoder
 from moot.model.decoder.kernels.library import Kernels
 from moot.model.layout import STEP_ARGUMENT, AttentionArguments, Step, plan_segment
 from moot.model.modules.attention import ATTENTION_NAME
-from moot.model.modules.layers import install
+from moot.model.modules.tiled_layers import install
 from moot.model.rows import NATURAL
 
 _log = logging.getLogger("moot.model")

@@ -64,10 +64,10 @@ class _Sparse:
     values: list[np.ndarray] = field(default_factory=list)
 
     def add(self, row: int, ids: np.ndarray, values: np.ndarray, vocab_size: int) -> None:
-        inside = (ids >= 0) & (ids < vocab_size)
-        self.rows += [row] * int(inside.sum())
-        self.ids.append(ids[inside])
-        self.values.append(values[inside])
+        attached = (ids >= 0) & (ids < vocab_size)
+        self.rows += [row] * int(attached.sum())
+        self.ids.append(ids[attached])
+        self.values.append(values[attached])
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Rows and ids (int64) and values (float64)."""
@@ -244,14 +244,14 @@ class BatchSampler:
         total = torch.where(limit < size, weights.sum(1, keepdim=True), everything)
         reached = (weights.cumsum(1) < top_p * total).sum(1, keepdim=True) + 1
         num_kept = torch.where(top_p < 1.0, torch.minimum(reached, limit), limit)
-        inside = num_kept.clamp_max(count)
-        at_border = values.gather(1, inside - 1)
+        attached = num_kept.clamp_max(count)
+        at_border = values.gather(1, attached - 1)
         # Of tokens equal to the last candidate others may lie outside, with lower ids; and the sum over the first top_k
         # tokens is not known where they are more than the candidates. What is masked can not win.
         unsure = (num_kept > count) | (at_border == values[:, -1:]) | ((limit > count) & (limit < size))
         unsure &= values[:, -1:] > MASKED if count < size else False
         noise = gumbel_rows(low[:, None], high[:, None], ids)
-        scores = noise.add_(values).masked_fill_((ranks >= inside) | (values < lowest), MASKED)
+        scores = noise.add_(values).masked_fill_((ranks >= attached) | (values < lowest), MASKED)
         best = scores == scores.amax(1, keepdim=True)
         return ids.masked_fill(~best, size - 1).amin(1), unsure[:, 0]
 

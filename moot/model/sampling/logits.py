@@ -88,17 +88,17 @@ SORTED_AT_ONCE = 256
 
 def add_bias(row: Tensor, bias: Mapping[int, float]) -> None:
     """Add to `row` (float64 [vocab]) in place; ids outside it are passed over."""
-    inside = {token_id: value for token_id, value in bias.items() if 0 <= token_id < row.numel()}
-    ids = torch.tensor(list(inside), dtype=torch.int64, device=row.device)
-    row[ids] += torch.tensor(list(inside.values()), dtype=torch.float64, device=row.device)
+    attached = {token_id: value for token_id, value in bias.items() if 0 <= token_id < row.numel()}
+    ids = torch.tensor(list(attached), dtype=torch.int64, device=row.device)
+    row[ids] += torch.tensor(list(attached.values()), dtype=torch.float64, device=row.device)
 
 
 def add_penalties(row: Tensor, params: SamplingParams, history: History | HistoryOnPath) -> None:
     """Penalise seen ids of `row` (float64 [vocab]) in place, as `moot.core.sampling.penalise` does."""
     seen_ids, output_counts = history.seen()
     ids, counts = _to_tensor(seen_ids, row.device), _to_tensor(output_counts, row.device)
-    inside = (ids >= 0) & (ids < row.numel())
-    ids, counts = ids[inside], counts[inside]
+    attached = (ids >= 0) & (ids < row.numel())
+    ids, counts = ids[attached], counts[attached]
     logits = row[ids]
     logits = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
     # Two steps, never a fused multiply-add: its single rounding would differ from the reference.

@@ -260,8 +260,8 @@ class Sampler:
         if key not in self._id_sets:
             while len(self._id_sets) >= MAX_CACHED_ID_SETS:
                 del self._id_sets[next(iter(self._id_sets))]
-            inside = sorted(token_id for token_id in token_ids if 0 <= token_id < self.vocab_size)
-            self._id_sets[key] = torch.tensor(inside, dtype=torch.int64, device=device)
+            attached = sorted(token_id for token_id in token_ids if 0 <= token_id < self.vocab_size)
+            self._id_sets[key] = torch.tensor(attached, dtype=torch.int64, device=device)
         return self._id_sets[key]
 
 

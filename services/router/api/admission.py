@@ -17,7 +17,7 @@ from types import TracebackType
 from moot.core.errors import Draining, NoCapacity, RateLimited
 from moot.runtime.metrics import Metrics
 from services.router.api.settings import HttpSettings
-from services.router.generation.types import Places
+from services.router.generation.request_types import Places
 
 MOST_RETRY_S = 60.0
 """Nobody is sent away for longer: what is estimated from the last half minute says little of what comes after."""

@@ -23,8 +23,8 @@ from services.router.api.admission import Admission, QueuePlace, Ticket
 from services.router.api.requests import CommonBody
 from services.router.api.settings import FrontState, HttpSettings
 from services.router.api.text import IncrementalText
-from services.router.api.tokenizer import PromptTokenizer
-from services.router.generation.types import GenerationChunk, GenerationMetrics, GenerationRequest, Generator
+from services.router.api.tokenization import PromptTokenizer
+from services.router.generation.request_types import GenerationChunk, GenerationMetrics, GenerationRequest, Generator
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from moot.v1 import router_service_pb2_grpc
 from services.router.api.admission import Ticket
 from services.router.api.auth import ApiKeys
 from services.router.api.choices import Choice, Front, enqueue, run_choices
-from services.router.api.errors import Attempt
+from services.router.api.error_responses import Attempt
 from services.router.api.requests import CommonBody, parse_chat, parse_completion, plan_requests
 from services.router.api.text import IncrementalText, StopStrings
-from services.router.generation.types import GenerationChunk, GenerationMetrics, GenerationRequest
+from services.router.generation.request_types import GenerationChunk, GenerationMetrics, GenerationRequest
 
 _NAMED_OTHERWISE = frozenset({"chat", "prompt", "prompt_token_ids", "logit_bias", "seed", "prediction"})
 

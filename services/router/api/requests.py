@@ -27,7 +27,7 @@ from services.router.api.bodies import (
     refusal,
 )
 from services.router.api.settings import HttpSettings
-from services.router.generation.types import GenerationRequest
+from services.router.generation.request_types import GenerationRequest
 
 
 def too_long(num_tokens: int, info: ModelInfo, param: str) -> ContextLengthExceeded:

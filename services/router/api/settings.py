@@ -8,7 +8,7 @@ from typing import Protocol
 from moot.core.errors import MootError
 from moot.core.options import Options, option, option_of
 from moot.core.types import ModelInfo
-from services.router.generation.types import Places, RefusalOptions
+from services.router.generation.request_types import Places, RefusalOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

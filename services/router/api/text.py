@@ -17,8 +17,8 @@ import codecs
 from collections import deque
 from collections.abc import Sequence
 
-from services.router.api.tokenizer import TokenBytes
-from services.router.generation.types import GenerationRequest, TextDelta
+from services.router.api.tokenization import TokenBytes
+from services.router.generation.request_types import GenerationRequest, TextDelta
 
 START = 0
 """State before any character."""

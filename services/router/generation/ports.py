@@ -1,7 +1,7 @@
 """What a round needs from outside: drafters to ask, a target to decide. No transport here.
 
-A `Drafter` and a `Target` belong to one request. They read its `Prefix`, which only ever grows, so that whoever must
-be told the whole text again (a replica after a loss, a verifier after a move) finds it there.
+A `RequestDrafter` and a `Target` belong to one request. They read its `Prefix`, which only ever grows, so that whoever
+must be told the whole text again (a replica after a loss, a verifier after a move) finds it there.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moot.core.types import Draft, Proposal, SamplingParams, Verification
-from moot.drafters.base import NO_MATERIAL, Material
+from moot.drafters.interface import NO_REQUEST_CONTEXT, RequestContext
 
 
 @dataclass(slots=True)
-class Inside:
+class AttachedState:
     """One request's dealings with them, on its prefix: whoever opens or verifies tells what is wished."""
 
     drafter_ids: tuple[str, ...]
@@ -49,10 +49,10 @@ class Prefix:
     """Where its trace goes on; empty: it is not traced."""
     heard_at: float = 0.0
     """When the message was read that the request went on from last (the loop's time); 0: none yet."""
-    material: Material = NO_MATERIAL
+    request_context: RequestContext = NO_REQUEST_CONTEXT
     """What the request brings beside, for drafters in this process."""
-    inside: Inside | None = None
-    """Where drafters inside the verifier have a vote: what is wished of them, and what came."""
+    attached: AttachedState | None = None
+    """Where drafters attached to the verifier have a vote: what is wished of them, and what came."""
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -73,7 +73,7 @@ class Prefix:
         self.top_candidates.extend(rows + [()] * (missing - len(rows)))
 
 
-class BallotBox:
+class ProposalCollector:
     """The proposals of one round, before the vote. Drafters cast into it; it closes once and then takes nothing more.
 
     It closes when every drafter asked has answered; or the soft deadline has passed and a quorum has; or the hard
@@ -90,28 +90,28 @@ class BallotBox:
         now = loop.time()
         self._loop = loop
         self._soft_at, self._hard_at, self._quorum = now + soft_s, now + hard_s, quorum
-        self._awaited: set[Drafter] = set()
+        self._awaited: set[RequestDrafter] = set()
         self._num_asked = 0
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle
         self.closed = False
-        self.proposals: list[tuple[Drafter, tuple[Proposal, ...]]] = []
+        self.proposals: list[tuple[RequestDrafter, tuple[Proposal, ...]]] = []
         self.answered_at: dict[str, float] = {}
         """Drafter id to when its answer came, by the loop's time."""
 
-    def expect(self, drafter: Drafter) -> None:
+    def expect(self, drafter: RequestDrafter) -> None:
         """Called before a drafter is asked."""
         self._awaited.add(drafter)
         self._num_asked += 1
 
-    def withdraw(self, drafter: Drafter) -> None:
+    def withdraw(self, drafter: RequestDrafter) -> None:
         """Nothing will come from this drafter: it could not be asked, or it was lost."""
         if drafter in self._awaited:
             self._awaited.discard(drafter)
             self._num_asked -= 1
             self._wake()
 
-    def cast(self, drafter: Drafter, proposals: tuple[Proposal, ...]) -> bool:
+    def cast(self, drafter: RequestDrafter, proposals: tuple[Proposal, ...]) -> bool:
         """An answer, empty to abstain. False: too late, or a second one; the caller drops and counts it."""
         if self.closed or drafter not in self._awaited:
             return False
@@ -121,7 +121,7 @@ class BallotBox:
         self._wake()
         return True
 
-    async def close(self) -> frozenset[Drafter]:
+    async def close(self) -> frozenset[RequestDrafter]:
         """Wait as the rule above says, then take nothing more. Returns the drafters that missed it."""
         try:
             if not self._complete():
@@ -167,8 +167,8 @@ class BallotBox:
             self._waiter.set_result(None)
 
 
-class Drafter(Protocol):
-    """One drafter (a pool of alike replicas, or a proposer in this process), for one request."""
+class RequestDrafter(Protocol):
+    """One drafter (a pool of alike replicas, or a drafter in this process), for one request."""
 
     @property
     def drafter_id(self) -> str: ...
@@ -177,7 +177,7 @@ class Drafter(Protocol):
         """Begin to learn the prefix, while the target does: the first question may then be answered in time."""
         ...
 
-    def ask(self, box: BallotBox, num_speculative_tokens: int, width: int) -> bool:
+    def ask(self, box: ProposalCollector, num_speculative_tokens: int, width: int) -> bool:
         """Ask for what follows the prefix; the answer is cast into `box`, now or later.
 
         False: not asked (no replica, ejected, the prefix is past its context). Never waits and never raises.
@@ -259,7 +259,7 @@ class Targets(Protocol):
 
 
 class DrafterSource(Protocol):
-    """One entry of the electorate: makes the drafter of a request."""
+    """One entry of the drafter set: makes the drafter of a request."""
 
     @property
     def drafter_id(self) -> str: ...
@@ -271,7 +271,7 @@ class DrafterSource(Protocol):
         """Whether it has a vote in this request."""
         ...
 
-    def drafter(self, prefix: Prefix) -> Drafter: ...
+    def drafter(self, prefix: Prefix) -> RequestDrafter: ...
 
 
 def known_ids(sources: Iterable[DrafterSource]) -> str:

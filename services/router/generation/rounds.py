@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 
 from moot.core.errors import DeadlineExceeded, MootError, NoCapacity, PeerError, StoreError
 from moot.core.generation import Generation
-from moot.core.speculation.policy import Plan
+from moot.core.speculation.policy import RoundPlan
 from moot.core.types import FinishReason, Verification
-from moot.drafters.base import Material
+from moot.drafters.interface import RequestContext
 from moot.runtime.metrics import Metrics
 from moot.runtime.tracing import traceparent_var
 from services.router.generation.counters import Known, RoundCounters
-from services.router.generation.electorate import Electorate
-from services.router.generation.ports import BallotBox, Prefix, Targets
-from services.router.generation.types import (
+from services.router.generation.drafter_set import DrafterSet
+from services.router.generation.ports import Prefix, ProposalCollector, Targets
+from services.router.generation.request_types import (
     DrafterMetrics,
     GenerationChunk,
     GenerationMetrics,
@@ -55,25 +55,27 @@ class Rounds:
     def __init__(
         self,
         targets: Targets,
-        electorate: Electorate,
+        drafter_set: DrafterSet,
         store: RequestStore,
         model: ServedModel,
         metrics: Metrics,
-        max_buffered_spans: int,
+        max_buffered_commits: int,
     ) -> None:
         self._targets = targets
-        self._electorate = electorate
+        self._drafter_set = drafter_set
         self._store = store
         self._model = model
         self._metrics = metrics
         self._counters = RoundCounters(metrics)
-        self._max_buffered_spans = max_buffered_spans
+        self._max_buffered_commits = max_buffered_commits
         self.num_running = 0
 
     async def generate(self, request: GenerationRequest, assembler: TextAssembler) -> AsyncIterator[GenerationChunk]:
         """Chunks of one choice. Raises what Target.open does, StoreError when another router owns the request."""
-        spans = _Spans(self._max_buffered_spans)
-        course = _Course(self._targets, self._electorate, request, assembler, spans, self._metrics, self._counters)
+        commit_queue = _Spans(self._max_buffered_commits)
+        course = _Course(
+            self._targets, self._drafter_set, request, assembler, commit_queue, self._metrics, self._counters
+        )
         task = asyncio.create_task(course.run())
         committed, epoch = len(request.output_token_ids), request.epoch or 1
         ending: FinishReason | None = FinishReason.ABORT
@@ -82,15 +84,15 @@ class Rounds:
         try:
             if not request.epoch:
                 await self._store.create(self._record(request))
-            while (span := await spans.take()) is not None:
-                unsettled = span
-                durable = await self._commit(request.request_id, epoch, committed, span)
+            while (committed_tokens := await commit_queue.take()) is not None:
+                unsettled = committed_tokens
+                durable = await self._commit(request.request_id, epoch, committed, committed_tokens)
                 unsettled = None
-                committed += len(span.token_ids)
-                self._metrics.generation_tokens.inc(len(span.token_ids))
-                if span.finish_reason is not None:
+                committed += len(committed_tokens.token_ids)
+                self._metrics.generation_tokens.inc(len(committed_tokens.token_ids))
+                if committed_tokens.finish_reason is not None:
                     ending = None
-                yield span if durable else replace(span, durable=False)
+                yield committed_tokens if durable else replace(committed_tokens, durable=False)
         except StoreError:
             # Not ours any more: whoever owns the record decides about its end.
             ending = None
@@ -127,10 +129,12 @@ class Rounds:
             body_fingerprint=request.body_fingerprint,
         )
 
-    async def _commit(self, request_id: str, epoch: int, committed: int, span: GenerationChunk) -> bool:
+    async def _commit(self, request_id: str, epoch: int, committed: int, committed_tokens: GenerationChunk) -> bool:
         started = time.monotonic()
         try:
-            return await self._store.commit(request_id, epoch, committed, span.token_ids, span.finish_reason)
+            return await self._store.commit(
+                request_id, epoch, committed, committed_tokens.token_ids, committed_tokens.finish_reason
+            )
         finally:
             self._metrics.store_commit_seconds.observe(time.monotonic() - started)
 
@@ -156,10 +160,10 @@ class _Course:
     def __init__(
         self,
         targets: Targets,
-        electorate: Electorate,
+        drafter_set: DrafterSet,
         request: GenerationRequest,
         assembler: TextAssembler,
-        spans: _Spans,
+        commit_queue: _Spans,
         metrics: Metrics,
         counters: RoundCounters,
     ) -> None:
@@ -171,7 +175,7 @@ class _Course:
             output_token_ids=self._generation.output_token_ids,
             cache_salt=request.cache_salt,
             traceparent=traceparent_var.get(),
-            material=Material(
+            request_context=RequestContext(
                 prompt_length=len(request.prompt_token_ids),
                 prediction_token_ids=request.prediction_token_ids,
                 siblings=request.siblings,
@@ -179,15 +183,15 @@ class _Course:
             ),
         )
         self._prefix.note(())
-        self._voters = electorate.open(self._prefix, request.drafters, request.num_speculative_tokens)
+        self._request_drafters = drafter_set.open(self._prefix, request.drafters, request.num_speculative_tokens)
         self._targets = targets
-        self._target = targets.target(self._prefix, self._voters.num_top_candidates)
+        self._target = targets.target(self._prefix, self._request_drafters.num_top_candidates)
         self._assembler = assembler
-        self._spans = spans
+        self._commit_queue = commit_queue
         self._metrics = metrics
         self._counters = counters
         self._known: Known = {}
-        self._asked: tuple[Plan, BallotBox] | None = None
+        self._asked: tuple[RoundPlan, ProposalCollector] | None = None
         """What the next round has asked already."""
         self._busy_s = 0.0
         """How long this process has been busy with the round under way; never while it waited for others."""
@@ -197,7 +201,7 @@ class _Course:
         generation = self._generation
         error: BaseException | None = None
         try:
-            self._voters.prepare()
+            self._request_drafters.prepare()
             opening = await self._target.open()
             self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
             await self._commit_opening(opening)
@@ -207,17 +211,17 @@ class _Course:
             error = caught
         finally:
             self._target.end(aborted=not generation.is_finished)
-            self._voters.end(aborted=not generation.is_finished)
-            self._spans.end(error)
+            self._request_drafters.end(aborted=not generation.is_finished)
+            self._commit_queue.end(error)
 
     async def _round(self) -> None:
-        voters, target, generation = self._voters, self._target, self._generation
+        request_drafters, target, generation = self._request_drafters, self._target, self._generation
         plan, box = self._asked or await self._ask()
         self._asked = None
-        proposals = await voters.collect(box, plan, self._targets.vocab_size)
-        draft_seconds = voters.draft_seconds
+        proposals = await request_drafters.collect(box, plan, self._targets.vocab_size)
+        draft_seconds = request_drafters.draft_seconds
         began = time.perf_counter()
-        result = voters.vote(plan, proposals, target.verifier_id)
+        result = request_drafters.vote(plan, proposals, target.verifier_id)
         own_seconds = self._busy_s + time.perf_counter() - began
         verification, moved = await target.verify(result.draft)
         if moved:
@@ -226,8 +230,8 @@ class _Course:
         verification = generation.advance(
             verification, result.draft, proposals, result.winner_ids, delta.num_tokens_kept, delta.stopped
         )
-        round_seconds = voters.draft_seconds
-        voters.hear_inside(verification)
+        round_seconds = request_drafters.draft_seconds
+        request_drafters.hear_attached(verification)
         await self._emit(verification, delta)
         try:
             if not generation.is_finished:
@@ -237,19 +241,19 @@ class _Course:
                     await asyncio.sleep(0)  # let the questions be written first
         finally:
             began = time.perf_counter()
-            voters.learn(plan, result, verification, draft_seconds, round_seconds, own_seconds)
+            request_drafters.learn(plan, result, verification, draft_seconds, round_seconds, own_seconds)
             self._counters.count(result.draft, verification, generation, self._known)
             num_tokens, verify_seconds = len(verification.output_token_ids), round_seconds - draft_seconds
             self._counters.time(verification, num_tokens, draft_seconds, verify_seconds)
             self._busy_s += time.perf_counter() - began
 
-    async def _ask(self) -> tuple[Plan, BallotBox]:
+    async def _ask(self) -> tuple[RoundPlan, ProposalCollector]:
         """Plan a round and ask the drafters, as soon as there is room for its draft."""
-        voters = self._voters
+        request_drafters = self._request_drafters
         await self._target.room()
         began = time.perf_counter()
-        plan = voters.plan(self._generation, self._targets.context_limit, self._targets.max_draft_tokens)
-        box = voters.ask(plan)
+        plan = request_drafters.plan(self._generation, self._targets.context_limit, self._targets.max_draft_tokens)
+        box = request_drafters.ask(plan)
         self._busy_s = time.perf_counter() - began
         return plan, box
 
@@ -257,7 +261,7 @@ class _Course:
         """The first token, or the first one after a move. It is no round."""
         delta = self._assembler.push(verification.output_token_ids)
         verification = self._generation.open(verification, delta.num_tokens_kept, delta.stopped)
-        self._voters.hear_inside(verification)
+        self._request_drafters.hear_attached(verification)
         await self._emit(verification, delta)
 
     async def _emit(self, verification: Verification, delta: TextDelta) -> None:
@@ -271,7 +275,9 @@ class _Course:
             if finish is FinishReason.STOP and token_ids[-1] in self._generation.params.stop_token_ids:
                 stop_reason = token_ids[-1]
         metrics = None if finish is None else self._summary()
-        await self._spans.put(GenerationChunk(text, token_ids, verification.logprobs, finish, stop_reason, metrics))
+        await self._commit_queue.put(
+            GenerationChunk(text, token_ids, verification.logprobs, finish, stop_reason, metrics)
+        )
 
     def _summary(self) -> GenerationMetrics:
         generation = self._generation
@@ -297,23 +303,23 @@ class _Spans:
     moment costs no round, and one that stays slow pauses this request only. One writer, one reader, one event loop.
     """
 
-    def __init__(self, max_spans: int) -> None:
-        self._max_spans = max_spans
-        self._spans: deque[GenerationChunk] = deque()
+    def __init__(self, max_commits: int) -> None:
+        self._max_commits = max_commits
+        self._commit_queue: deque[GenerationChunk] = deque()
         self._ended = False
         self._error: BaseException | None = None
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
 
-    async def put(self, span: GenerationChunk) -> None:
-        """Waits while the reader is `max_spans` behind."""
-        while len(self._spans) >= self._max_spans:
+    async def put(self, committed_tokens: GenerationChunk) -> None:
+        """Waits while the reader is `max_commits` behind."""
+        while len(self._commit_queue) >= self._max_commits:
             self._writer = asyncio.get_running_loop().create_future()
             try:
                 await self._writer
             finally:
                 self._writer = None
-        self._spans.append(span)
+        self._commit_queue.append(committed_tokens)
         # One turn later: the writer goes on to ask for the next round, whose questions are to be written first.
         asyncio.get_running_loop().call_soon(_wake, self._reader)
 
@@ -325,28 +331,28 @@ class _Spans:
 
     async def take(self) -> GenerationChunk | None:
         """All that is there as one span; None at the end. Raises the error it was ended with."""
-        while not self._spans and not self._ended:
+        while not self._commit_queue and not self._ended:
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
             finally:
                 self._reader = None
-        if not self._spans:
+        if not self._commit_queue:
             if self._error is not None:
                 raise self._error
             return None
-        spans = list(self._spans)
-        self._spans.clear()
+        commit_queue = list(self._commit_queue)
+        self._commit_queue.clear()
         _wake(self._writer)
-        return spans[0] if len(spans) == 1 else _merged(spans)
+        return commit_queue[0] if len(commit_queue) == 1 else _merged(commit_queue)
 
 
-def _merged(spans: list[GenerationChunk]) -> GenerationChunk:
+def _merged(commit_queue: list[GenerationChunk]) -> GenerationChunk:
     return replace(
-        spans[-1],
-        text="".join(span.text for span in spans),
-        token_ids=tuple(token for span in spans for token in span.token_ids),
-        logprobs=tuple(entry for span in spans for entry in span.logprobs),
+        commit_queue[-1],
+        text="".join(committed_tokens.text for committed_tokens in commit_queue),
+        token_ids=tuple(token for committed_tokens in commit_queue for token in committed_tokens.token_ids),
+        logprobs=tuple(entry for committed_tokens in commit_queue for entry in committed_tokens.logprobs),
     )
 
 

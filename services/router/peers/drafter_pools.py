@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable
 
 from moot.core.errors import PeerLost
 from moot.runtime.metrics import Metrics
-from services.router.generation.ports import BallotBox, Prefix
-from services.router.peers.drafters import DrafterLink, DraftSession
+from services.router.generation.ports import Prefix, ProposalCollector
+from services.router.peers.drafter_link import DrafterLink, DraftSession
 from services.router.peers.links import LinkPolicy
-from services.router.peers.strikes import StrikePolicy
+from services.router.peers.outlier_ejection import EjectionPolicy
 
 _FOLLOWING = 0.1
 """How fast what answers usually take follows the last one."""
 
 
 class PooledDrafter:
-    """The `Drafter` port of one request: its session on one replica, kept until that is lost."""
+    """The `RequestDrafter` port of one request: its session on one replica, kept until that is lost."""
 
     __slots__ = ("_pool", "_prefix", "_session")
 
@@ -38,7 +38,7 @@ class PooledDrafter:
             except PeerLost:
                 self._session = None
 
-    def ask(self, box: BallotBox, num_speculative_tokens: int, width: int) -> bool:
+    def ask(self, box: ProposalCollector, num_speculative_tokens: int, width: int) -> bool:
         session = self._on_replica()
         if session is None:
             return False
@@ -70,7 +70,7 @@ class PooledDrafter:
     def malformed(self, reason: str) -> None:
         self._pool.metrics.proposals_dropped.labels(self.drafter_id, reason).inc()
         if self._session is not None:
-            self._session.link.strike(reason, self._session.asked_at)
+            self._session.link.failure(reason, self._session.asked_at)
 
     def _on_replica(self) -> DraftSession | None:
         """The session, on another replica where the last one was lost; None without any."""
@@ -95,7 +95,7 @@ class DrafterPool:
         self,
         drafter_id: str,
         policy: LinkPolicy,
-        strikes: StrikePolicy,
+        failures: EjectionPolicy,
         fingerprint: Callable[[], str],
         metrics: Metrics,
         on_state: Callable[[], None],
@@ -108,7 +108,7 @@ class DrafterPool:
         self.metrics = metrics
         metrics.drafter_ejections.labels(drafter_id)
         self._make: Callable[[str], DrafterLink] = lambda address: DrafterLink(
-            drafter_id, address, policy, strikes, fingerprint, metrics, on_state, on_described
+            drafter_id, address, policy, failures, fingerprint, metrics, on_state, on_described
         )
         self.links: dict[str, DrafterLink] = {}
         self._on_state = on_state

@@ -7,27 +7,27 @@ import logging
 from typing import Any
 
 from moot.core.types import Proposal
-from moot.drafters.base import Ask, Proposer
+from moot.drafters.interface import Ask, Drafter
 from moot.runtime.metrics import Metrics
-from services.router.generation.ports import BallotBox, Prefix
-from services.router.peers.strikes import StrikePolicy, Strikes
+from services.router.generation.ports import Prefix, ProposalCollector
+from services.router.peers.outlier_ejection import EjectionPolicy, OutlierEjection
 
 _log = logging.getLogger("moot.router.drafters")
 
 SLICE_TOKENS = 2048
-"""Ids that a proposer is told at a time, so that a long prompt never holds the event loop for long."""
+"""Ids that a drafter is told at a time, so that a long prompt never holds the event loop for long."""
 
 
 class LocalPool:
-    """One proposer, which serves every request of this router. Same interface as a pool of replicas."""
+    """One drafter, which serves every request of this router. Same interface as a pool of replicas."""
 
-    def __init__(self, drafter_id: str, proposer: Proposer[Any], strikes: StrikePolicy, metrics: Metrics) -> None:
+    def __init__(self, drafter_id: str, proposer: Drafter[Any], failures: EjectionPolicy, metrics: Metrics) -> None:
         self.drafter_id = drafter_id
         self.proposer = proposer
         self.metrics = metrics
         metrics.drafter_ejections.labels(drafter_id)
         self.num_sessions = 0
-        self._strikes = Strikes(strikes)
+        self._failures = OutlierEjection(failures)
         self._ejected_until = float("-inf")
 
     @property
@@ -39,18 +39,18 @@ class LocalPool:
         return asyncio.get_running_loop().time() >= self._ejected_until
 
     def serves(self, prefix: Prefix) -> bool:
-        return self.proposer.serves(prefix.material)
+        return self.proposer.serves(prefix.request_context)
 
     def drafter(self, prefix: Prefix) -> LocalDrafter:
         return LocalDrafter(self, prefix)
 
     def answered(self) -> None:
-        self._strikes.answered()
+        self._failures.answered()
 
     def malformed(self, reason: str, asked_at: float) -> None:
         self.metrics.proposals_dropped.labels(self.drafter_id, reason).inc()
         now = asyncio.get_running_loop().time()
-        duration = self._strikes.malformed(asked_at, now)
+        duration = self._failures.malformed(asked_at, now)
         if duration is not None:
             _log.warning("drafter ejected", extra={"drafter": self.drafter_id, "reason": reason, "seconds": duration})
             self.metrics.drafter_ejections.labels(self.drafter_id).inc()
@@ -58,7 +58,7 @@ class LocalPool:
 
 
 class LocalDrafter:
-    """The `Drafter` port of one request. It answers within `ask`."""
+    """The `RequestDrafter` port of one request. It answers within `ask`."""
 
     __slots__ = ("_asked_at", "_known_length", "_pool", "_prefix", "_session", "_slices")
 
@@ -78,7 +78,7 @@ class LocalDrafter:
         if self._slices is None and len(self._prefix) < self._pool.proposer.context_limit:
             self._slices = asyncio.get_running_loop().call_soon(self._go_on)
 
-    def ask(self, box: BallotBox, num_speculative_tokens: int, width: int) -> bool:
+    def ask(self, box: ProposalCollector, num_speculative_tokens: int, width: int) -> bool:
         pool, length = self._pool, len(self._prefix)
         num_tokens = min(num_speculative_tokens, pool.proposer.context_limit - length)
         if num_tokens < 1 or not pool.is_available:
@@ -89,7 +89,7 @@ class LocalDrafter:
                 return False
             (chains,) = pool.proposer.propose([Ask(self._session, num_tokens, width)])
         except Exception:  # noqa: BLE001 - a kind's mistake must not reach another request; this one goes on without it
-            _log.exception("proposer failed", extra={"drafter": self.drafter_id})
+            _log.exception("drafter failed", extra={"drafter": self.drafter_id})
             self._close()
             pool.malformed("failed", self._asked_at)
             return False
@@ -114,11 +114,11 @@ class LocalDrafter:
         self._close()
 
     def _catch_up(self) -> bool:
-        """Tell the proposer the next slice of what it does not know yet. True once it knows the whole prefix."""
+        """Tell the drafter the next slice of what it does not know yet. True once it knows the whole prefix."""
         prefix, proposer = self._prefix, self._pool.proposer
         if self._known_length < 0:
             first = [*prefix.prompt_token_ids, *prefix.output_token_ids][:SLICE_TOKENS]
-            self._session = proposer.open_request(first, prefix.params, prefix.material)
+            self._session = proposer.open_request(first, prefix.params, prefix.request_context)
             self._pool.num_sessions += 1
             self._known_length = len(first)
         elif self._known_length < len(prefix.prompt_token_ids):
@@ -141,7 +141,7 @@ class LocalDrafter:
         try:
             self._catch_up()
         except Exception:  # noqa: BLE001 - as in ask
-            _log.exception("proposer failed", extra={"drafter": self.drafter_id})
+            _log.exception("drafter failed", extra={"drafter": self.drafter_id})
             self._close()
             self._pool.malformed("failed", self._asked_at)
 

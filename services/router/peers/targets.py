@@ -1,4 +1,4 @@
-"""The target of a request, wherever it runs: moving to another verifier, probation, bounded waits.
+"""The target of a request, wherever it runs: moving to another verifier, suspicion, bounded waits.
 
 All verifiers of the served model: which are there, which may serve, and the choice of one for a request.
 """
@@ -25,9 +25,9 @@ from moot.core.errors import (
 from moot.core.types import Draft, ModelInfo, Verification
 from moot.runtime.metrics import Metrics
 from services.router.generation.ports import Prefix
-from services.router.generation.types import Places
+from services.router.generation.request_types import Places
 from services.router.peers.links import LinkPolicy
-from services.router.peers.verifiers import InsideFacts, TargetPolicy, VerifierFacts, VerifierLink, VerifySession
+from services.router.peers.verifier_link import AttachedFacts, TargetPolicy, VerifierFacts, VerifierLink, VerifySession
 
 _log = logging.getLogger("moot.router.verifiers")
 
@@ -36,7 +36,7 @@ class MovingTarget:
     """The `Target` port of one request.
 
     A move opens prompt + committed output on another verifier, which answers with the next token: the same one that
-    the lost verifier would have sent. A request that waited for an answer when its verifier died is on probation: it
+    the lost verifier would have sent. A request that waited for an answer when its verifier died is suspect: it
     shares the next verifier's losses with no other such request, so that the one that kills is told from its
     neighbours. The second verifier that it kills convicts it.
     """
@@ -48,10 +48,10 @@ class MovingTarget:
         self._session: VerifySession | None = None
         self._numerics = ""
         self._num_moves = 0
-        self._num_kills = 0
+        self._num_losses = 0
         self._num_shortages = 0
         self._is_without_room = False
-        self._probation: asyncio.Lock | None = None
+        self._suspect_waits: asyncio.Lock | None = None
 
     async def open(self) -> Verification:
         return await self._place(set())
@@ -110,7 +110,7 @@ class MovingTarget:
         deadline = loop.time() + policy.no_verifier_wait_s
         while True:
             link = await pool.choose(self._numerics, full, deadline)
-            if self._num_kills and not await self._on_probation(link):
+            if self._num_losses and not await self._suspects(link):
                 continue
             try:
                 self._session = link.open(self._prefix, self._num_top_candidates)
@@ -145,20 +145,20 @@ class MovingTarget:
             return
         self._num_moves += 1
         # Several verifiers may freeze together: one that was ailing before the request's turn is not held against it.
-        self._num_kills += was_computing and not (session is not None and session.is_blameless)
-        if self._num_kills >= policy.max_kills:
-            _log.error("request quarantined", extra={"request": self._prefix.request_id, "kills": self._num_kills})
+        self._num_losses += was_computing and not (session is not None and session.is_blameless)
+        if self._num_losses >= policy.max_losses:
+            _log.error("request quarantined", extra={"request": self._prefix.request_id, "kills": self._num_losses})
             raise RequestPoisoned("this request was there each time a verifier failed, and is not tried again")
         if self._num_moves > policy.max_moves:
             raise NoCapacity(f"lost {self._num_moves} verifiers in a row", retry_after_s=policy.retry_after_s)
 
-    async def _on_probation(self, link: VerifierLink) -> bool:
+    async def _suspects(self, link: VerifierLink) -> bool:
         """Wait until no other suspect is being tried on `link`. False: it is not ready any more."""
-        if self._probation is None:
+        if self._suspect_waits is None:
             try:
-                async with asyncio.timeout(self._pool.policy.probation_wait_s):
-                    await link.probation.acquire()
-                    self._probation = link.probation
+                async with asyncio.timeout(self._pool.policy.suspect_wait_s):
+                    await link.suspect.acquire()
+                    self._suspect_waits = link.suspect
             except TimeoutError:
                 return link.is_ready
         if not link.is_ready:
@@ -178,11 +178,11 @@ class MovingTarget:
             raise error
 
     def _acquit(self) -> None:
-        self._num_kills = self._num_shortages = 0
+        self._num_losses = self._num_shortages = 0
         self._release()
 
     def _release(self) -> None:
-        lock, self._probation = self._probation, None
+        lock, self._suspect_waits = self._suspect_waits, None
         if lock is not None:
             lock.release()
 
@@ -201,9 +201,9 @@ class VerifierPool:
         fingerprint: str,
         metrics: Metrics,
         on_state: Callable[[], None] = lambda: None,
-        on_inside: Callable[[InsideFacts], None] = lambda _: None,
+        on_attached: Callable[[AttachedFacts], None] = lambda _: None,
     ) -> None:
-        """`on_inside` is told each drafter inside a verifier that was admitted."""
+        """`on_attached` is told each drafter inside a verifier that was admitted."""
         self.links: dict[str, VerifierLink] = {}
         self.policy = target_policy
         self.metrics = metrics
@@ -213,7 +213,7 @@ class VerifierPool:
         self._link_policy = policy
         self._fingerprint = fingerprint
         self._told = on_state
-        self._on_inside = on_inside
+        self._on_attached = on_attached
         self.num_without_room = 0
         """New requests that every verifier has refused a moment ago, and that wait to be taken."""
         self._waiters: set[asyncio.Future[None]] = set()
@@ -348,7 +348,7 @@ class VerifierPool:
                 f"less than the {known.context_limit} that requests here may have"
             )
         for drafter in facts.drafters:
-            self._on_inside(drafter)
+            self._on_attached(drafter)
 
 
 _SAME = {

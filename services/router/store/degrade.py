@@ -20,10 +20,10 @@ from moot.core.errors import (
     StoreUnavailable,
 )
 from moot.core.types import FinishReason
-from services.router.generation.types import RequestRecord
+from services.router.generation.request_types import RequestRecord
 from services.router.store.config import StoreConfig
+from services.router.store.record_server import RecordBehind, RedisLink, RedisStore, ServerFull, log_failure
 from services.router.store.records import Mirror
-from services.router.store.server import RecordBehind, RedisLink, RedisStore, ServerFull, log_failure
 
 _log = logging.getLogger(__name__)
 

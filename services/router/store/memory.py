@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from moot.core.errors import CommitConflict, CommitTerminal, LeaseHeld, NoCapacity, RecordNotFound
 from moot.core.types import FinishReason
-from services.router.generation.types import RequestRecord
+from services.router.generation.request_types import RequestRecord
 from services.router.store.records import Mirror
 
 

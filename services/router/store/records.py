@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from moot.core.errors import CommitConflict, CommitFenced, CommitTerminal, InvalidRequest, StoreError
 from moot.core.types import FinishReason, SamplingParams
-from services.router.generation.types import RequestRecord
+from services.router.generation.request_types import RequestRecord
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,7 +30,7 @@ class Mirror:
     synced_length: int | None = None
     """Output tokens that the server is known to have; None: it may have no record at all."""
     synced_finish: bool = False
-    span_from: int = 0
+    committed_from: int = 0
     lost: StoreError | None = None
     """Why this router is not the owner any more."""
     released: bool = False
@@ -68,14 +68,14 @@ class Mirror:
             raise self.lost
         if epoch != self.epoch:
             raise CommitFenced("another owner has claimed this request")
-        same_span = self.span_from <= expected_length and self.output[expected_length:] == list(token_ids)
-        if same_span and expected_length <= len(self.output) and finish_reason == self.finish_reason:
+        same_commit = self.committed_from <= expected_length and self.output[expected_length:] == list(token_ids)
+        if same_commit and expected_length <= len(self.output) and finish_reason == self.finish_reason:
             return
         if self.finish_reason is not None:
             raise CommitTerminal("this request has ended")
         if expected_length != len(self.output):
             raise CommitConflict(f"the record has {len(self.output)} output tokens, not {expected_length}")
-        self.span_from = expected_length
+        self.committed_from = expected_length
         self.output.extend(token_ids)
         self.finish_reason = finish_reason
 

@@ -1,4 +1,4 @@
-"""Whether cheap proposals make dear ones needless: expected tokens, by each drafter's own hit rates."""
+"""Whether cheap proposals make expensive ones needless: expected tokens, by each drafter's own hit rates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moot.core.errors import ConfigError
 from moot.core.generation import Generation
-from moot.core.speculation.panel import ALWAYS_ASK, expected_share, is_dear
+from moot.core.speculation.drafter_selection import ALWAYS_ASK, expected_share, is_expensive
 from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.types import Proposal, SamplingParams
 from moot.core.voting.calibration import Calibration
@@ -56,22 +56,22 @@ def test_a_short_proposal_leaves_room_for_others() -> None:
     assert expected_share([Proposal((1,) * 8, (255,) * 8, "new")], calibration, 8) < 0.1
 
 
-def test_dear_is_a_part_of_the_round() -> None:
+def test_expensive_is_a_part_of_the_round() -> None:
     """Who is not known yet is asked; who answers within a hundredth of a round is not worth sparing."""
-    assert not is_dear(None, 0.040)
-    assert not is_dear(0.002, None)
-    assert not is_dear(0.0004, 0.040)
-    assert is_dear(0.004, 0.040)
+    assert not is_expensive(None, 0.040)
+    assert not is_expensive(0.002, None)
+    assert not is_expensive(0.0004, 0.040)
+    assert is_expensive(0.004, 0.040)
 
 
-def test_without_a_cascade_nobody_is_dear_and_nothing_is_sure() -> None:
+def test_without_a_cascade_nobody_is_expensive_and_nothing_is_sure() -> None:
     """The default asks everybody, whatever is known; a cascade of 0 is sure as soon as anything was proposed or not."""
     proposals = [Proposal((1,) * 4, (255,) * 4, "a")]
     for cascade, sure in ((ALWAYS_ASK, False), (0.01, True), (0.0, True)):
         policy = make_policy(SpeculationOptions(length="fixed", num_speculative_tokens=4, cascade=cascade)).open(["a"])
         plan = policy.plan(Generation((1,), SamplingParams(max_tokens=50)), 100)
         assert policy.is_sure(plan, proposals) is sure
-        assert not policy.is_dear(10.0)  # no round was seen yet
+        assert not policy.is_expensive(10.0)  # no round was seen yet
     for bad in (-0.1, 1.1, float("nan")):
         with pytest.raises(ConfigError, match="cascade"):
             make_policy(SpeculationOptions(cascade=bad))

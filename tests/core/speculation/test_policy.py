@@ -12,10 +12,17 @@ from moot.core.acceptance import walk
 from moot.core.errors import ConfigError
 from moot.core.generation import Generation
 from moot.core.speculation.length import LENGTHS, Load
-from moot.core.speculation.policy import Plan, PoolPolicy, RequestPolicy, SpeculationOptions, learn_ballot, make_policy
+from moot.core.speculation.policy import (
+    PoolPolicy,
+    RequestPolicy,
+    RoundPlan,
+    SpeculationOptions,
+    learn_trie,
+    make_policy,
+)
 from moot.core.types import Draft, FinishReason, Proposal, SamplingParams, Verification
 from moot.core.voting.calibration import Calibration, ShareAcceptance
-from moot.core.voting.tree import SHAPES
+from moot.core.voting.draft_trie import SHAPES
 from moot.core.voting.voting import POLICIES, vote
 from moot.core.voting.weights import WEIGHTS
 
@@ -81,7 +88,8 @@ def start(max_tokens: int = 64) -> Generation:
 def test_every_bundle_yields_the_targets_text(
     vote_name: str, shape: str, weights: str, length: str, rights: list[int], max_tokens: int, asked: int | None
 ) -> None:
-    """Any policy, electorate (none included) and K: the target's ids, exactly max_tokens of them, counters in order."""
+    """Any policy, drafter set (none included) and K: the target's ids, exactly max_tokens of them, counters in
+    order."""
     pool = make_policy(SpeculationOptions(vote=vote_name, shape=shape, weights=weights, length=length))
     drafters = [Script(f"d{i}", right) for i, right in enumerate(rights)]
     policy = pool.open([drafter.drafter_id for drafter in drafters], asked)
@@ -178,7 +186,7 @@ def test_pools_do_not_share_what_they_learned() -> None:
 def learned(token_ids: tuple[int, ...], *proposals: Proposal) -> tuple[Calibration, ShareAcceptance]:
     calibration, acceptance = Calibration(), ShareAcceptance()
     result = vote(proposals, {}, policy="calibrated", shape="tree", calibration=calibration)
-    learn_ballot(result, token_ids, calibration, acceptance)
+    learn_trie(result, token_ids, calibration, acceptance)
     return calibration, acceptance
 
 
@@ -205,7 +213,7 @@ def test_losers_that_were_not_verified_teach_as_well() -> None:
     proposals = [Proposal((7,), (10,), "a"), Proposal((5,), (10,), "b")]
     result = vote(proposals, {}, policy="calibrated", shape="chain", calibration=calibration)
     assert result.draft == Draft.chain((5,))
-    learn_ballot(result, (7,), calibration, ShareAcceptance())
+    learn_trie(result, (7,), calibration, ShareAcceptance())
     assert calibration.of("a").rate(10, 0) > calibration.of("b").rate(10, 0)
 
 
@@ -238,7 +246,7 @@ def test_a_slower_step_is_paid_by_every_request_of_it() -> None:
                 pool.verify_cost.observe(size, 0.03 * (0.75 + 0.25 * size))
         policy = pool.open(["a"])
         plan = policy.plan(start(), CONTEXT, load)
-        sent.append(len(policy.vote(Plan(1, 16, plan.value), [Script("a", 8).propose(4, 1)]).draft))
+        sent.append(len(policy.vote(RoundPlan(1, 16, plan.value), [Script("a", 8).propose(4, 1)]).draft))
     assert sent == [1, 0]
 
 
@@ -322,9 +330,9 @@ def test_only_what_a_draft_adds_to_the_routers_work_counts() -> None:
     pool = make_policy(SpeculationOptions(num_speculative_tokens=4, length="fixed"))
     policy = pool.open(["a"])
     verification = Verification(4, 0, (1,), forward_us=10_000, batch_requests=1, batch_tokens=1)
-    nothing = policy.vote(Plan(0, 0), [])
-    policy.learn(Plan(0, 0), nothing, verification, 0.0, own_seconds=0.0003)
-    policy.learn(Plan(4, 8), nothing, replace(verification, base_length=5), 0.0, own_seconds=0.0007)
+    nothing = policy.vote(RoundPlan(0, 0), [])
+    policy.learn(RoundPlan(0, 0), nothing, verification, 0.0, own_seconds=0.0003)
+    policy.learn(RoundPlan(4, 8), nothing, replace(verification, base_length=5), 0.0, own_seconds=0.0007)
     assert 0.0001 < pool.router_cost.seconds(4) < 0.0005
     assert pool.num_open == 1
     policy.close()

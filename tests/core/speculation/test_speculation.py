@@ -314,11 +314,11 @@ def test_draft_cost_fits_start_and_slope() -> None:
 
 def test_a_step_that_many_report_counts_once() -> None:
     """Sixteen requests of one slow step say no more than one request alone would."""
-    together, alone = measured({9: 0.04}), measured({9: 0.04})
+    batched, alone = measured({9: 0.04}), measured({9: 0.04})
     for _ in range(16):
-        together.observe(9, 0.08, weight=1 / 16)
+        batched.observe(9, 0.08, weight=1 / 16)
     alone.observe(9, 0.08)
-    assert together.seconds(9) == pytest.approx(alone.seconds(9), rel=0.01)
+    assert batched.seconds(9) == pytest.approx(alone.seconds(9), rel=0.01)
 
 
 def test_drafting_hides_in_the_steps_of_others() -> None:

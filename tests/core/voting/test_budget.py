@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moot.core.speculation.policy import Plan, SpeculationOptions, make_policy
+from moot.core.speculation.policy import RoundPlan, SpeculationOptions, make_policy
 from moot.core.types import Proposal
 from moot.core.voting.calibration import OwnAcceptance, ShareAcceptance
-from moot.core.voting.tree import Budget, worth
+from moot.core.voting.draft_trie import Budget, worth
 
 
 def cpu(num_tokens: int) -> float:
@@ -109,7 +109,8 @@ def test_the_budget_is_the_joint_optimum(offers: list[list[float]], slope: float
 @settings(max_examples=100)
 @given(VALUES, st.integers(1, 30), st.integers(0, 30), st.floats(0.0, 3.0), st.integers(1, 40))
 def test_a_higher_load_never_buys_more(values: list[float], few: int, more: int, slope: float, free: int) -> None:
-    """The same nodes, rows that are free and then dear: with more requests in the step each sends as many or fewer."""
+    """The same nodes, rows that are free and then expensive: with more requests in the step each sends as many or
+    fewer."""
 
     def seconds(num_tokens: int) -> float:
         return 1.0 + slope * max(num_tokens - free, 0)
@@ -137,8 +138,8 @@ def test_a_request_learns_how_it_differs_from_the_others() -> None:
 
 @pytest.mark.parametrize("shape", ["chain", "siblings", "tree"])
 def test_every_shape_is_cut_at_the_price(shape: str) -> None:
-    """Rows so dear that only a first token pays: of a chain the tail goes, of a tree the branches as well; where rows
-    cost nothing all of it is sent."""
+    """Rows so expensive that only a first token pays: of a chain the tail goes, of a tree the branches as well; where
+    rows cost nothing all of it is sent."""
     proposals = [Proposal((1, 2, 3), (128,) * 3, "a"), Proposal((5, 6), (128,) * 2, "b")]
     sizes = []
     for row_s in (0.0, 0.012, 1.0):
@@ -149,6 +150,6 @@ def test_every_shape_is_cut_at_the_price(shape: str) -> None:
             for _ in range(20):
                 pool.verify_cost.observe(size, 0.03 + row_s * size)
         policy = pool.open(["a", "b"])
-        sizes.append(len(policy.vote(Plan(4, 16, value=0.03), proposals).draft))
+        sizes.append(len(policy.vote(RoundPlan(4, 16, value=0.03), proposals).draft))
         policy.close()
     assert sizes[0] > sizes[1] > sizes[2] == 0

@@ -10,7 +10,7 @@ from moot.core.acceptance import validate_draft, walk
 from moot.core.errors import ConfigError
 from moot.core.types import Draft, Proposal
 from moot.core.voting.calibration import Calibration, DrafterTable, ShareAcceptance
-from moot.core.voting.tree import SHAPES, Ballot
+from moot.core.voting.draft_trie import SHAPES, DraftTrie
 from moot.core.voting.voting import INVALID_REASONS, POLICIES, VoteResult, validate_proposal, vote
 
 DRAFTERS = ("a", "b", "c", "d")
@@ -25,7 +25,7 @@ def path_ids(result: VoteResult) -> tuple[int, ...]:
 
 
 @st.composite
-def ballots(draw: st.DrawFn) -> list[Proposal]:
+def tries(draw: st.DrawFn) -> list[Proposal]:
     """Up to two chains from each of some drafters, over a vocabulary small enough for agreement."""
     proposals: list[Proposal] = []
     for drafter_id in draw(st.lists(st.sampled_from(DRAFTERS), unique=True)):
@@ -40,7 +40,7 @@ weight_maps = st.fixed_dictionaries({id_: st.sampled_from([0.1, 0.2, 0.3, 0.5]) 
 
 @settings(max_examples=200)
 @given(
-    ballots(),
+    tries(),
     weight_maps,
     st.sampled_from(sorted(POLICIES)),
     st.sampled_from(sorted(SHAPES)),
@@ -198,7 +198,7 @@ def test_agreement_ranks_and_the_strongest_says_how_likely() -> None:
     result = vote(proposals, {}, policy="calibrated", shape="tree", max_draft_tokens=4, calibration=calibration)
     assert path_ids(result)[0] == 5
     (first, better), (second, worse) = result.shares.of(0)
-    assert [result.ballot.token_ids[node] for node in (first, second)] == [5, 1]
+    assert [result.trie.token_ids[node] for node in (first, second)] == [5, 1]
     # Scaled to a sum of 1, as one token at most is right.
     assert (better, worse) == (pytest.approx(0.5 / 1.1, abs=0.02), pytest.approx(0.6 / 1.1, abs=0.02))
     assert result.draft.token_ids[0] == 1
@@ -232,11 +232,11 @@ def test_hit_rate_starts_from_the_prior_moves_and_forgets() -> None:
     assert table.rate(0, 0) < 0.05
 
 
-def test_one_drafters_two_chains_are_one_voter() -> None:
+def test_one_drafters_two_chains_are_one_drafter() -> None:
     """A drafter that proposes two chains through a node does not vote twice."""
     proposals = [proposal("a", 5, 6), proposal("a", 5, 7), proposal("b", 1)]
     assert path_ids(vote(proposals, {"a": 0.4, "b": 0.6})) == (1,)
-    assert [len(voters) for voters in Ballot(proposals).voters] == [0, 1, 1, 1, 1]
+    assert [len(drafters) for drafters in DraftTrie(proposals).drafters] == [0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_unanimous_and_wrong_loses_to_the_target() -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_electorates_of_one_two_three_and_none(policy: str) -> None:
+def test_drafter_set_of_one_two_three_and_none(policy: str) -> None:
     """C34: one drafter; a tie of two; three with one dissenter of another length; a late or dead one is just absent."""
 
     def run(*proposals: Proposal) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch
 from moot.core.noise import gumbel
 from moot.core.types import SamplingParams
 from moot.drafters.attached.heads import target_rows
-from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead, embed
+from moot.drafters.attached.recurrent_head import RecurrentHead, RecurrentHeadShape, embed
 from moot.model.loading.load import LoadedModel
 
 KNOWN_IDS = [*range(40, 130), 258]
@@ -21,7 +21,7 @@ def make_head(folder: Path, loaded: LoadedModel, ids: Sequence[int] = KNOWN_IDS,
     """Far from the identity and from zero, so that every input counts."""
     generator = torch.Generator().manual_seed(seed)
     width = int(loaded.model.get_input_embeddings().weight.shape[1])  # type: ignore[operator, union-attr]
-    head = RecurrentHead(HeadShape(width, 32, len(ids), 2), torch.tensor(ids))
+    head = RecurrentHead(RecurrentHeadShape(width, 32, len(ids), 2), torch.tensor(ids))
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))

@@ -14,12 +14,12 @@ import torch
 from moot.core.errors import ConfigError
 from moot.core.history import History
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.attached.base import InsideAsk
+from moot.drafters.attached.attached_interface import AttachedAsk
 from moot.drafters.attached.head_steps import ByteProduct, FastSteps, PlainSteps, can_multiply, head_steps
 from moot.drafters.attached.heads import HeadsDrafter, target_rows
-from moot.drafters.attached.kinds import create_all_inside, create_inside
+from moot.drafters.attached.kinds import create_all_attached, create_attached
 from moot.drafters.attached.recurrent_head import RecurrentHead
-from moot.drafters.base import parse_entries
+from moot.drafters.interface import parse_entries
 from moot.model.backend import plain_runner
 from moot.model.decoder.products import can_pack
 from moot.model.loading.load import load_model
@@ -44,7 +44,7 @@ def head_folder(runner: ModelRunner, tmp_path_factory: pytest.TempPathFactory) -
 def made(runner: ModelRunner, folder: Path, **options: Any) -> HeadsDrafter:
     tail = "".join(f":{name}={value}" for name, value in options.items())
     (entry,) = parse_entries([f"h=heads:path={folder}{tail}"], "--drafters")
-    drafter = create_inside(entry, runner)
+    drafter = create_attached(entry, runner)
     assert isinstance(drafter, HeadsDrafter)
     return drafter
 
@@ -59,11 +59,13 @@ def make_chosen(folder: Path, source: Path, count: int) -> Path:
     return folder
 
 
-def ask(seed: int, params: SamplingParams = GREEDY, num_tokens: int = 4, width: int = 1, length: int = 9) -> InsideAsk:
+def ask(
+    seed: int, params: SamplingParams = GREEDY, num_tokens: int = 4, width: int = 1, length: int = 9
+) -> AttachedAsk:
     """After a text and a state of the target that are drawn from `seed`."""
     ids = random.Random(seed).choices(range(256), k=length)
     state = torch.randn(64, generator=torch.Generator().manual_seed(seed))
-    return InsideAsk(ids, params, History(ids[:3], ids[3:]), state, num_tokens, width)
+    return AttachedAsk(ids, params, History(ids[:3], ids[3:]), state, num_tokens, width)
 
 
 SAMPLED = [SamplingParams(temperature=temperature, seed=seed) for temperature in (0.6, 1.0) for seed in (1, 2, 3)]
@@ -102,9 +104,9 @@ def test_asks_together_are_answered_as_one_by_one(runner: ModelRunner, head_fold
             ]
         )
         asks.append(ask(seed, params, draw.randint(0, 6), draw.randint(1, 4), draw.randint(1, 62)))
-    together = drafter.propose(asks)
-    assert together == [drafter.propose([one])[0] for one in asks]
-    assert sum(map(len, together)) > 24
+    batched = drafter.propose(asks)
+    assert batched == [drafter.propose([one])[0] for one in asks]
+    assert sum(map(len, batched)) > 24
 
 
 def test_filters_leave_out_what_the_sampler_would(runner: ModelRunner, head_folder: Path) -> None:
@@ -221,13 +223,13 @@ def test_a_head_of_another_target_is_refused(runner: ModelRunner, head_folder: P
 def test_unknown_kinds_and_options_are_named(runner: ModelRunner, head_folder: Path) -> None:
     """As for every other kind: what is wrong, and what there is."""
     with pytest.raises(ConfigError, match=r"unknown drafter kind suffix inside the verifier \(known: heads, "):
-        create_all_inside(["suffix"], "--drafters", runner)
+        create_all_attached(["suffix"], "--drafters", runner)
     with pytest.raises(ConfigError, match="unknown option of drafter kind heads: size"):
         made(runner, head_folder, size=3)
     with pytest.raises(ConfigError, match="needs option path"):
-        create_all_inside(["heads"], "--drafters", runner)
+        create_all_attached(["heads"], "--drafters", runner)
     with pytest.raises(ConfigError, match="named twice"):
-        create_all_inside([f"heads:path={head_folder}"] * 2, "--drafters", runner)
+        create_all_attached([f"heads:path={head_folder}"] * 2, "--drafters", runner)
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="this CPU does not pack bfloat16")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moot.core.errors import ConfigError
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Ask, ProposerOptions
+from moot.drafters.interface import Ask, DrafterOptions
 from moot.drafters.lookup.datastore import build
 from moot.drafters.lookup.ngram import NgramTable
 from moot.drafters.registry import MODEL_FREE_KINDS, create, known_kinds, load_kind
@@ -53,8 +53,8 @@ NAMES = (
 
 
 def proposals(kind: str, options: dict[str, object], prefix: list[int], num_tokens: int, width: int) -> list[Proposal]:
-    proposer = create(kind, {"vocab_size": VOCAB, **options})
-    return proposer.propose([Ask(proposer.open(prefix, PARAMS), num_tokens, width)])[0]
+    drafter = create(kind, {"vocab_size": VOCAB, **options})
+    return drafter.propose([Ask(drafter.open(prefix, PARAMS), num_tokens, width)])[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,48 +82,48 @@ def test_extending_equals_opening_afresh(
 ) -> None:
     """A proposal is a function of the prefix, however it arrived and whatever was asked for on the way."""
     kind, options = variants[name]
-    proposer = create(kind, {"vocab_size": VOCAB, **options})
+    drafter = create(kind, {"vocab_size": VOCAB, **options})
     bounds = sorted({0, *(min(cut, len(prefix)) for cut in cuts), len(prefix)})
-    session = proposer.open([], PARAMS)
+    session = drafter.open([], PARAMS)
     for start, end in pairwise(bounds):
-        proposer.extend(session, prefix[start:end])
-        proposer.propose([Ask(session, 3, 2)])
-    fresh = proposer.open(prefix, PARAMS)
-    together = proposer.propose([Ask(session, 6, 3), Ask(fresh, 6, 3)])
-    assert together[0] == together[1] == proposals(kind, options, prefix, 6, 3)
+        drafter.extend(session, prefix[start:end])
+        drafter.propose([Ask(session, 3, 2)])
+    fresh = drafter.open(prefix, PARAMS)
+    batched = drafter.propose([Ask(session, 6, 3), Ask(fresh, 6, 3)])
+    assert batched[0] == batched[1] == proposals(kind, options, prefix, 6, 3)
 
 
 @pytest.mark.parametrize("kind", MODEL_FREE_KINDS)
 def test_repetitive_text_is_foreseen(kind: str) -> None:
     """A usefulness floor: in text that repeats itself, most proposed tokens come true."""
     text = [1, 5, 2, 8, 3, 9, 4, 6] * 12
-    proposer = create(kind, {"vocab_size": VOCAB})
-    session = proposer.open(text[:20], PARAMS)
+    drafter = create(kind, {"vocab_size": VOCAB})
+    session = drafter.open(text[:20], PARAMS)
     accepted = drafted = 0
     for position in range(20, 80):
-        (chain,) = proposer.propose([Ask(session, 4)])[0]
+        (chain,) = drafter.propose([Ask(session, 4)])[0]
         drafted += 4
         for proposed, true in zip(chain.token_ids, text[position:], strict=False):
             if proposed != true:
                 break
             accepted += 1
-        proposer.extend(session, text[position : position + 1])
+        drafter.extend(session, text[position : position + 1])
     assert accepted >= 0.95 * drafted
 
 
 @pytest.mark.parametrize("kind", MODEL_FREE_KINDS)
 def test_past_the_context_limit_it_abstains_and_holds_nothing(kind: str) -> None:
     """Memory per session is bounded: past the limit what was held is freed, and no proposal comes (C21)."""
-    proposer = create(kind, {"vocab_size": VOCAB, "context_limit": 32})
-    session = proposer.open([1, 2, 3] * 10, PARAMS)
-    chains = proposer.propose([Ask(session, 8)])[0]
+    drafter = create(kind, {"vocab_size": VOCAB, "context_limit": 32})
+    session = drafter.open([1, 2, 3] * 10, PARAMS)
+    chains = drafter.propose([Ask(session, 8)])[0]
     assert [len(chain.token_ids) for chain in chains] == [2]
-    proposer.extend(session, [1, 2, 3])
-    assert proposer.propose([Ask(session, 8)]) == [[]]
+    drafter.extend(session, [1, 2, 3])
+    assert drafter.propose([Ask(session, 8)]) == [[]]
     for held in ("tokens", "learned", "rows", "automaton"):
         assert len(getattr(session, held, ())) == 0
-    proposer.extend(session, [1] * 10_000)
-    assert proposer.propose([Ask(session, 8)]) == [[]]
+    drafter.extend(session, [1] * 10_000)
+    assert drafter.propose([Ask(session, 8)]) == [[]]
 
 
 @pytest.mark.parametrize("kind", MODEL_FREE_KINDS)
@@ -131,10 +131,10 @@ def test_a_session_of_a_long_prompt_stays_small(kind: str) -> None:
     """Many sessions share a process: a prompt of 100,000 different contexts holds at most a few megabytes."""
     draw = random.Random(1)
     prefix = [draw.randrange(1000) for _ in range(100_000)]
-    proposer = create(kind, {"vocab_size": 1000})
+    drafter = create(kind, {"vocab_size": 1000})
     tracemalloc.start()
     try:
-        session = proposer.open(prefix, PARAMS)
+        session = drafter.open(prefix, PARAMS)
         held_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -174,14 +174,14 @@ def test_text_and_typed_option_values_are_the_same() -> None:
     """Options come from a command line or from code."""
     spec = load_kind("prompt_lookup")
     assert isinstance(create("prompt_lookup", {"vocab_size": "12", "max_ngram": "3"}), spec.build)  # type: ignore[arg-type]
-    assert issubclass(spec.options, ProposerOptions)
+    assert issubclass(spec.options, DrafterOptions)
 
 
 def test_kinds_of_other_packages_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package adds a kind through the entry point group `moot.drafters`."""
     folder = tmp_path
     (folder / "outside_kind.py").write_text(
-        "from moot.drafters.base import Kind\n"
+        "from moot.drafters.interface import Kind\n"
         "from moot.drafters.lookup.prompt_lookup import PromptLookupOptions, PromptLookupProposer\n"
         "kind = Kind('echo', PromptLookupOptions, PromptLookupProposer)\n"
         "wrong = 3\n"
@@ -192,7 +192,7 @@ def test_kinds_of_other_packages_are_found(tmp_path: Path, monkeypatch: pytest.M
     (info / "entry_points.txt").write_text("[moot.drafters]\necho = outside_kind:kind\nwrong = outside_kind:wrong\n")
     monkeypatch.syspath_prepend(str(folder))
     assert "echo" in known_kinds()
-    proposer = create("echo", {"vocab_size": 9})
-    assert proposer.propose([Ask(proposer.open([1, 2, 1], PARAMS), 1)])[0][0].token_ids == (2,)
+    drafter = create("echo", {"vocab_size": 9})
+    assert drafter.propose([Ask(drafter.open([1, 2, 1], PARAMS), 1)])[0][0].token_ids == (2,)
     with pytest.raises(ConfigError, match="wrong"):
         create("wrong", {"vocab_size": 9})

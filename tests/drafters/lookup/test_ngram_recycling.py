@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moot.core.errors import ConfigError
 from moot.core.types import SamplingParams
-from moot.drafters.base import MAX_VOCAB_SIZE, Ask, window_start
+from moot.drafters.interface import MAX_VOCAB_SIZE, Ask, window_start
 from moot.drafters.lookup.ngram import NgramTable
 from moot.drafters.registry import create
 
@@ -54,9 +54,9 @@ def test_table_refuses_ids_it_cannot_hold(tmp_path: Path) -> None:
 
 def test_longest_context_decides() -> None:
     """Back-off: what followed three tokens goes before what more often followed one."""
-    proposer = create("ngram", {"vocab_size": 10})
-    session = proposer.open([1, 2, 3, 9, 3, 5, 3, 5, 3, 5, 1, 2, 3], SamplingParams())
-    chains = proposer.propose([Ask(session, 1, 2)])[0]
+    drafter = create("ngram", {"vocab_size": 10})
+    session = drafter.open([1, 2, 3, 9, 3, 5, 3, 5, 3, 5, 1, 2, 3], SamplingParams())
+    chains = drafter.propose([Ask(session, 1, 2)])[0]
     assert [chain.token_ids for chain in chains] == [(9,), (5,)]
     assert chains[0].confidences[0] >= 3 * 64 > 2 * 64 > chains[1].confidences[0]
 
@@ -66,9 +66,9 @@ def test_longest_context_decides() -> None:
 def test_counts_are_of_the_last_tokens(prefix: list[int], cut: int) -> None:
     """Online, the most frequent follower (the most recent of equals) within the window, and nothing before it."""
     window = 12
-    proposer = create("ngram", {"vocab_size": 4, "max_indexed_tokens": window})
-    session = proposer.open(prefix[:cut], SamplingParams())
-    proposer.extend(session, prefix[cut:])
+    drafter = create("ngram", {"vocab_size": 4, "max_indexed_tokens": window})
+    session = drafter.open(prefix[:cut], SamplingParams())
+    drafter.extend(session, prefix[cut:])
     indexed = prefix[window_start(len(prefix), window) :]
     assert min(len(prefix), window // 2) <= len(indexed) <= window
     expected: list[tuple[int, ...]] = []
@@ -78,52 +78,52 @@ def test_counts_are_of_the_last_tokens(prefix: list[int], cut: int) -> None:
             counts, latest = Counter(indexed[end] for end in ends), {indexed[end]: end for end in ends}
             expected.append((max(counts, key=lambda token: (counts[token], latest[token])),))
             break
-    assert [chain.token_ids for chain in proposer.propose([Ask(session, 1)])[0]] == expected
+    assert [chain.token_ids for chain in drafter.propose([Ask(session, 1)])[0]] == expected
 
 
 def test_trained_table_is_used_and_learns_nothing(tmp_path: Path) -> None:
     """With a table, proposals are its, and a session holds no counts of its own."""
     NgramTable.build([[1, 2, 3, 4], [2, 3, 4]]).save(tmp_path / "t.npz")
-    proposer = create("ngram", {"vocab_size": 10, "table": tmp_path / "t.npz"})
-    session = proposer.open([7, 7, 7, 2], SamplingParams())
-    assert proposer.propose([Ask(session, 8)])[0][0].token_ids == (3, 4)
+    drafter = create("ngram", {"vocab_size": 10, "table": tmp_path / "t.npz"})
+    session = drafter.open([7, 7, 7, 2], SamplingParams())
+    assert drafter.propose([Ask(session, 8)])[0][0].token_ids == (3, 4)
     assert session.learned == {}
 
 
 def test_recycling_follows_the_targets_candidates() -> None:
     """The committed id first, then what else the target found likely there; chains start from each in order."""
-    proposer = create("recycling", {"vocab_size": 50})
-    session = proposer.open([1], SamplingParams())
-    proposer.extend(session, [2, 3, 1], [(2, 20, 21), (30, 3), (1, 4)])
-    chains = proposer.propose([Ask(session, 3, 4)])[0]
+    drafter = create("recycling", {"vocab_size": 50})
+    session = drafter.open([1], SamplingParams())
+    drafter.extend(session, [2, 3, 1], [(2, 20, 21), (30, 3), (1, 4)])
+    chains = drafter.propose([Ask(session, 3, 4)])[0]
     assert [chain.token_ids for chain in chains] == [(2, 3, 1), (20,), (21,)]
 
 
 def test_recycling_starts_from_prompt_bigrams() -> None:
     """Before the first verification the prompt's own bigrams fill the table; the last seen one leads."""
-    proposer = create("recycling", {"vocab_size": 50})
-    session = proposer.open([5, 6, 5, 7, 5], SamplingParams())
-    assert [c.token_ids for c in proposer.propose([Ask(session, 2, 2)])[0]] == [(7, 5), (6, 5)]
+    drafter = create("recycling", {"vocab_size": 50})
+    session = drafter.open([5, 6, 5, 7, 5], SamplingParams())
+    assert [c.token_ids for c in drafter.propose([Ask(session, 2, 2)])[0]] == [(7, 5), (6, 5)]
 
 
 def test_recycling_confidence_counts_confirmations() -> None:
     """A successor that was seen several times in a row ranks above one seen once."""
-    proposer = create("recycling", {"vocab_size": 50})
-    once = proposer.open([1, 2, 1], SamplingParams())
-    often = proposer.open([1, 2] * 6 + [1], SamplingParams())
-    first, second = (chains[0] for chains in proposer.propose([Ask(once, 1), Ask(often, 1)]))
+    drafter = create("recycling", {"vocab_size": 50})
+    once = drafter.open([1, 2, 1], SamplingParams())
+    often = drafter.open([1, 2] * 6 + [1], SamplingParams())
+    first, second = (chains[0] for chains in drafter.propose([Ask(once, 1), Ask(often, 1)]))
     assert second.confidences > first.confidences
 
 
 def test_shared_rows_are_bounded_and_only_a_fallback() -> None:
     """The table of all sessions keeps the most recently used rows; without the option nothing is shared."""
-    proposer = create("recycling", {"vocab_size": 50, "shared_rows": 2})
-    proposer.open([1, 2, 3, 4, 5], SamplingParams())
-    other = proposer.open([3], SamplingParams())
-    assert proposer.propose([Ask(other, 3)])[0][0].token_ids == (4, 5)
-    assert proposer.propose([Ask(proposer.open([1], SamplingParams()), 3)]) == [[]]
-    own = proposer.open([3, 9, 3], SamplingParams())
-    assert proposer.propose([Ask(own, 1)])[0][0].token_ids == (9,)
+    drafter = create("recycling", {"vocab_size": 50, "shared_rows": 2})
+    drafter.open([1, 2, 3, 4, 5], SamplingParams())
+    other = drafter.open([3], SamplingParams())
+    assert drafter.propose([Ask(other, 3)])[0][0].token_ids == (4, 5)
+    assert drafter.propose([Ask(drafter.open([1], SamplingParams()), 3)]) == [[]]
+    own = drafter.open([3, 9, 3], SamplingParams())
+    assert drafter.propose([Ask(own, 1)])[0][0].token_ids == (9,)
     private = create("recycling", {"vocab_size": 50})
     private.open([3, 4], SamplingParams())
     assert private.propose([Ask(private.open([3], SamplingParams()), 1)]) == [[]]

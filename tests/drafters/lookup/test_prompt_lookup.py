@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moot.core.types import SamplingParams
-from moot.drafters.base import Ask
+from moot.drafters.interface import Ask
 from moot.drafters.lookup.prompt_lookup import copy_from
 from moot.drafters.registry import create
 
@@ -26,8 +26,8 @@ def searched(tokens: list[int], num_tokens: int) -> tuple[int, ...]:
 @settings(max_examples=300)
 def test_longest_ngram_and_most_recent_match_win(tokens: list[int], num_tokens: int) -> None:
     """The longest suffix n-gram from 4 to 1 seen earlier; of its occurrences the most recent; loops go on."""
-    proposer = create("prompt_lookup", {"vocab_size": 4})
-    chains = proposer.propose([Ask(proposer.open(tokens, SamplingParams()), num_tokens)])[0]
+    drafter = create("prompt_lookup", {"vocab_size": 4})
+    chains = drafter.propose([Ask(drafter.open(tokens, SamplingParams()), num_tokens)])[0]
     assert tuple(chain.token_ids for chain in chains) == (
         (expected,) if (expected := searched(tokens, num_tokens)) else ()
     )
@@ -35,17 +35,17 @@ def test_longest_ngram_and_most_recent_match_win(tokens: list[int], num_tokens: 
 
 def test_confidence_is_the_length_of_the_match() -> None:
     """The byte says how long the matched n-gram is: the vote's calibration bins it."""
-    proposer = create("prompt_lookup", {"vocab_size": 10})
-    (long,) = proposer.propose([Ask(proposer.open([1, 2, 3, 4, 5, 1, 2, 3, 4], SamplingParams()), 2)])[0]
-    (short,) = proposer.propose([Ask(proposer.open([1, 5, 1], SamplingParams()), 2)])[0]
+    drafter = create("prompt_lookup", {"vocab_size": 10})
+    (long,) = drafter.propose([Ask(drafter.open([1, 2, 3, 4, 5, 1, 2, 3, 4], SamplingParams()), 2)])[0]
+    (short,) = drafter.propose([Ask(drafter.open([1, 5, 1], SamplingParams()), 2)])[0]
     assert long.confidences == (127, 127)
     assert short.confidences == (31, 31)
 
 
 def test_width_gives_chains_with_other_first_ids() -> None:
     """Alternatives come from shorter n-grams and never repeat a first id."""
-    proposer = create("prompt_lookup", {"vocab_size": 10})
-    chains = proposer.propose([Ask(proposer.open([1, 2, 7, 9, 2, 8, 1, 2], SamplingParams()), 2, 3)])[0]
+    drafter = create("prompt_lookup", {"vocab_size": 10})
+    chains = drafter.propose([Ask(drafter.open([1, 2, 7, 9, 2, 8, 1, 2], SamplingParams()), 2, 3)])[0]
     assert [chain.token_ids[0] for chain in chains] == [7, 8]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moot.core.errors import ConfigError
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Ask
+from moot.drafters.interface import Ask
 from moot.drafters.lookup.datastore import DEPTH, Datastore, build
 from moot.drafters.lookup.suffix import SuffixAutomaton
 from moot.drafters.registry import create
@@ -32,8 +32,8 @@ def longest_match(tokens: list[int]) -> int:
 
 
 def suffix_chains(tokens: list[int], num_tokens: int, width: int = 1, **options: object) -> list[Proposal]:
-    proposer = create("suffix", {"vocab_size": 100, **options})
-    return proposer.propose([Ask(proposer.open(tokens, SamplingParams()), num_tokens, width)])[0]
+    drafter = create("suffix", {"vocab_size": 100, **options})
+    return drafter.propose([Ask(drafter.open(tokens, SamplingParams()), num_tokens, width)])[0]
 
 
 @given(tokens=texts)
@@ -93,13 +93,13 @@ def test_chains_part_at_the_first_id_and_start_with_seen_bigrams(tokens: list[in
 @settings(max_examples=100)
 def test_window_is_bounded_and_answers_as_its_own_text(tokens: list[int]) -> None:
     """Only the last tokens are indexed; the proposal is that of this window alone."""
-    proposer = create("suffix", {"vocab_size": 4, "max_indexed_tokens": 16})
-    session = proposer.open([], SamplingParams())
+    drafter = create("suffix", {"vocab_size": 4, "max_indexed_tokens": 16})
+    session = drafter.open([], SamplingParams())
     for token in tokens:
-        proposer.extend(session, [token])
+        drafter.extend(session, [token])
         assert len(session.tokens) == len(session.automaton) <= 16
     assert len(session.tokens) > 8
-    assert proposer.propose([Ask(session, 5)])[0] == suffix_chains(tokens[session.start :], 5)
+    assert drafter.propose([Ask(session, 5)])[0] == suffix_chains(tokens[session.start :], 5)
 
 
 def test_confidence_grows_with_the_match_and_its_support() -> None:

@@ -13,9 +13,9 @@ from moot.core.errors import ConfigError
 from moot.core.history import History
 from moot.core.sampling import sample_token
 from moot.core.types import SamplingParams
-from moot.drafters.attached.base import InsideAsk
-from moot.drafters.attached.kinds import create_inside
-from moot.drafters.base import Ask, parse_entries
+from moot.drafters.attached.attached_interface import AttachedAsk
+from moot.drafters.attached.kinds import create_attached
+from moot.drafters.interface import Ask, parse_entries
 from moot.drafters.neural.draft_model import COUPLED, DRAWS, GREEDY, INDEPENDENT, drafting_params
 from moot.drafters.registry import create
 from moot.model.backend import plain_runner
@@ -68,14 +68,14 @@ def test_a_draft_model_and_a_head_draw_as_they_are_told(folder: Path, tmp_path: 
 
     def by_head(params: SamplingParams, draws: str) -> tuple[int, ...]:
         (entry,) = parse_entries([f"h=heads:path={head}:draws={draws}"], "--drafters")
-        ask = InsideAsk(ids, params, History(ids[:3], ids[3:]), state, 4)
-        return create_inside(entry, runner).propose([ask])[0][0].token_ids
+        ask = AttachedAsk(ids, params, History(ids[:3], ids[3:]), state, 4)
+        return create_attached(entry, runner).propose([ask])[0][0].token_ids
 
     def by_model(params: SamplingParams, draws: str) -> tuple[int, ...]:
         options = {"model": folder, "dtype": "float32", "device": "cpu", "num_threads": 1, "draws": draws}
-        proposer = create("neural", options)
-        session = proposer.open(ids, params)
-        return proposer.propose([Ask(session, 4)])[0][0].token_ids
+        drafter = create("neural", options)
+        session = drafter.open(ids, params)
+        return drafter.propose([Ask(session, 4)])[0][0].token_ids
 
     for propose in (by_head, by_model):
         said = {draws: propose(HOT, draws) for draws in DRAWS}

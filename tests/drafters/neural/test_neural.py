@@ -15,9 +15,9 @@ import transformers
 from moot.core.errors import ConfigError
 from moot.core.sampling import sample_token
 from moot.core.types import SamplingParams
-from moot.drafters.base import Ask
-from moot.drafters.neural.neural import NeuralProposer
-from moot.drafters.neural.sessions import NeuralSession
+from moot.drafters.interface import Ask
+from moot.drafters.neural.neural import NeuralDrafter
+from moot.drafters.neural.neural_sessions import NeuralSession
 from moot.drafters.registry import create
 from moot.testing.tiny_model import make_tiny_model
 
@@ -38,15 +38,15 @@ def oracle(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
 
 
-def neural(folder: Path, **options: object) -> NeuralProposer:
-    defaults = {"model": folder, "dtype": "float64", "device": "cpu", "deterministic": True, "num_threads": 1}
-    proposer = create("neural", defaults | options)
-    assert isinstance(proposer, NeuralProposer)
-    return proposer
+def neural(folder: Path, **options: object) -> NeuralDrafter:
+    defaults = {"model": folder, "dtype": "float64", "device": "cpu", "batch_invariant": True, "num_threads": 1}
+    drafter = create("neural", defaults | options)
+    assert isinstance(drafter, NeuralDrafter)
+    return drafter
 
 
 @pytest.fixture(scope="module")
-def proposer(folder: Path) -> NeuralProposer:
+def drafter(folder: Path) -> NeuralDrafter:
     return neural(folder, prefill_chunk=7)
 
 
@@ -64,23 +64,23 @@ def continuation(
     return tuple(tokens[len(prefix) :])
 
 
-def chain_ids(proposer: NeuralProposer, session: NeuralSession, num_tokens: int) -> tuple[int, ...]:
-    chains = proposer.propose([Ask(session, num_tokens)])[0]
+def chain_ids(drafter: NeuralDrafter, session: NeuralSession, num_tokens: int) -> tuple[int, ...]:
+    chains = drafter.propose([Ask(session, num_tokens)])[0]
     return chains[0].token_ids if chains else ()
 
 
 @pytest.mark.parametrize("params", [GREEDY, COUPLED, PENALISED], ids=["greedy", "coupled", "penalised"])
 def test_proposal_is_the_models_own_text_after_any_resync(
-    proposer: NeuralProposer, oracle: Any, params: SamplingParams
+    drafter: NeuralDrafter, oracle: Any, params: SamplingParams
 ) -> None:
     """Whatever was committed (none, some or all of the draft, then anything), the next proposal is the model's text."""
     rng = random.Random(3)
     prefix = [rng.randrange(VOCAB) for _ in range(12)]
-    session = proposer.open(prefix, params)
+    session = drafter.open(prefix, params)
     followed = left = 0
     for _ in range(10):
         asked = rng.randrange(1, 6)
-        drafted = chain_ids(proposer, session, asked)
+        drafted = chain_ids(drafter, session, asked)
         assert drafted == continuation(oracle, prefix, asked, params)
         kept = rng.randrange(asked + 1)
         committed = [*drafted[:kept], rng.randrange(VOCAB)]
@@ -90,35 +90,35 @@ def test_proposal_is_the_models_own_text_after_any_resync(
             followed += 1
         else:
             left += 1
-        proposer.extend(session, committed)
+        drafter.extend(session, committed)
         prefix += committed
         if len(prefix) > 70:
             break
     assert followed
     assert left
-    proposer.close(session)
-    assert proposer.kv_used_tokens == 0
+    drafter.close(session)
+    assert drafter.kv_used_tokens == 0
 
 
-def test_asking_for_more_goes_on_where_the_last_ended(proposer: NeuralProposer, oracle: Any) -> None:
+def test_asking_for_more_goes_on_where_the_last_ended(drafter: NeuralDrafter, oracle: Any) -> None:
     """Draft-ahead: the same prefix with a larger K computes only the tokens that are new."""
     prefix = [5, 6, 7, 8]
-    session = proposer.open(prefix, COUPLED)
-    first = chain_ids(proposer, session, 2)
+    session = drafter.open(prefix, COUPLED)
+    first = chain_ids(drafter, session, 2)
     cached = session.cache.length
-    longer = chain_ids(proposer, session, 6)
+    longer = chain_ids(drafter, session, 6)
     assert longer[:2] == first
     assert longer == continuation(oracle, prefix, 6, COUPLED)
     assert session.cache.length == cached + 4
-    assert chain_ids(proposer, session, 3) == longer[:3]
-    proposer.extend(session, longer[:4])
+    assert chain_ids(drafter, session, 3) == longer[:3]
+    drafter.extend(session, longer[:4])
     length = session.cache.length
-    assert chain_ids(proposer, session, 2) == longer[4:]
+    assert chain_ids(drafter, session, 2) == longer[4:]
     assert session.cache.length == length
-    proposer.close(session)
+    drafter.close(session)
 
 
-def test_batched_equals_alone(proposer: NeuralProposer) -> None:
+def test_batched_equals_alone(drafter: NeuralDrafter) -> None:
     """Rows of one ragged forward never mix: prefixes, K and parameters differ per ask (C04)."""
     rng = random.Random(9)
     cases = [
@@ -131,41 +131,41 @@ def test_batched_equals_alone(proposer: NeuralProposer) -> None:
     ]
     alone = []
     for prefix, num_tokens, params in cases:
-        session = proposer.open(prefix, params)
-        alone.append(proposer.propose([Ask(session, num_tokens)])[0])
-        proposer.close(session)
-    sessions = [proposer.open(prefix, params) for prefix, _, params in cases]
-    together = proposer.propose([Ask(s, n) for s, (_, n, _) in zip(sessions, cases, strict=True)])
-    assert together == alone
+        session = drafter.open(prefix, params)
+        alone.append(drafter.propose([Ask(session, num_tokens)])[0])
+        drafter.close(session)
+    sessions = [drafter.open(prefix, params) for prefix, _, params in cases]
+    batched = drafter.propose([Ask(s, n) for s, (_, n, _) in zip(sessions, cases, strict=True)])
+    assert batched == alone
     for session in sessions:
-        proposer.close(session)
+        drafter.close(session)
 
 
-def test_branches_part_at_the_first_token(proposer: NeuralProposer, oracle: Any) -> None:
+def test_branches_part_at_the_first_token(drafter: NeuralDrafter, oracle: Any) -> None:
     """width > 1: the first chain is the plain one; each other starts with a next best token and goes on from it."""
     prefix = [1, 2, 3, 4, 5]
     for params in (GREEDY, COUPLED):
-        session = proposer.open(prefix, params)
-        chains = proposer.propose([Ask(session, 4, 3)])[0]
+        session = drafter.open(prefix, params)
+        chains = drafter.propose([Ask(session, 4, 3)])[0]
         assert len({chain.token_ids[0] for chain in chains}) == 3
         assert chains[0].token_ids == continuation(oracle, prefix, 4, params)
         for chain in chains[1:]:
             assert chain.token_ids == continuation(oracle, prefix, 4, params, chain.token_ids[0])
-        proposer.extend(session, chains[0].token_ids[:2])
-        assert chain_ids(proposer, session, 4) == continuation(oracle, [*prefix, *chains[0].token_ids[:2]], 4, params)
-        proposer.close(session)
+        drafter.extend(session, chains[0].token_ids[:2])
+        assert chain_ids(drafter, session, 4) == continuation(oracle, [*prefix, *chains[0].token_ids[:2]], 4, params)
+        drafter.close(session)
 
 
-def test_second_branch_is_the_second_best(proposer: NeuralProposer, oracle: Any) -> None:
+def test_second_branch_is_the_second_best(drafter: NeuralDrafter, oracle: Any) -> None:
     """Greedy: the first tokens of the branches are the likeliest ids in order."""
     prefix = [40, 41, 42]
-    session = proposer.open(prefix, GREEDY)
-    chains = proposer.propose([Ask(session, 1, 4)])[0]
+    session = drafter.open(prefix, GREEDY)
+    chains = drafter.propose([Ask(session, 1, 4)])[0]
     with torch.inference_mode():
         row = oracle(torch.tensor([prefix]), use_cache=False).logits[0, -1, :VOCAB]
     assert [chain.token_ids[0] for chain in chains] == row.argsort(descending=True)[:4].tolist()
     assert [chain.confidences for chain in chains] == sorted((c.confidences for c in chains), reverse=True)
-    proposer.close(session)
+    drafter.close(session)
 
 
 def test_stops_before_an_unlikely_token(folder: Path, oracle: Any) -> None:
@@ -190,43 +190,43 @@ def test_stops_before_an_unlikely_token(folder: Path, oracle: Any) -> None:
     assert never.propose([Ask(session, 6, 3)]) == [[]]
 
 
-def test_nothing_is_drafted_after_an_end_token(proposer: NeuralProposer) -> None:
+def test_nothing_is_drafted_after_an_end_token(drafter: NeuralDrafter) -> None:
     """What comes after the end is never used; with ignore_eos drafting goes on."""
     prefix = [3, 1, 4, 1, 5]
-    session = proposer.open(prefix, GREEDY)
-    tokens = chain_ids(proposer, session, 5)
-    proposer.close(session)
+    session = drafter.open(prefix, GREEDY)
+    tokens = chain_ids(drafter, session, 5)
+    drafter.close(session)
     stopping = dataclasses.replace(GREEDY, stop_token_ids=frozenset({tokens[2]}))
-    session = proposer.open(prefix, stopping)
-    assert chain_ids(proposer, session, 5) == tokens[: tokens.index(tokens[2]) + 1]
-    proposer.close(session)
+    session = drafter.open(prefix, stopping)
+    assert chain_ids(drafter, session, 5) == tokens[: tokens.index(tokens[2]) + 1]
+    drafter.close(session)
 
 
-def test_context_limit_is_respected(proposer: NeuralProposer) -> None:
+def test_context_limit_is_respected(drafter: NeuralDrafter) -> None:
     """C21: up to its own limit it drafts what fits; past it it abstains, and others in the batch are served."""
-    near = proposer.open([1] * (CONTEXT - 3), GREEDY)
-    past = proposer.open([1] * (CONTEXT + 50), GREEDY)
-    fine = proposer.open([1, 2, 3], GREEDY)
-    answers = proposer.propose([Ask(near, 8), Ask(past, 8), Ask(fine, 8)])
+    near = drafter.open([1] * (CONTEXT - 3), GREEDY)
+    past = drafter.open([1] * (CONTEXT + 50), GREEDY)
+    fine = drafter.open([1, 2, 3], GREEDY)
+    answers = drafter.propose([Ask(near, 8), Ask(past, 8), Ask(fine, 8)])
     assert [len(chains[0].token_ids) if chains else 0 for chains in answers] == [3, 0, 8]
-    proposer.extend(near, [1, 1, 1, 1])
-    assert proposer.propose([Ask(near, 8)]) == [[]]
-    proposer.warm(past)
+    drafter.extend(near, [1, 1, 1, 1])
+    assert drafter.propose([Ask(near, 8)]) == [[]]
+    drafter.warm(past)
     for session in (near, past, fine):
-        proposer.close(session)
-    assert proposer.kv_used_tokens == 0
+        drafter.close(session)
+    assert drafter.kv_used_tokens == 0
 
 
-def test_ids_in_the_padding_are_never_emitted_nor_fed(proposer: NeuralProposer) -> None:
+def test_ids_in_the_padding_are_never_emitted_nor_fed(drafter: NeuralDrafter) -> None:
     """C07: rows from the tokenizer's size on cannot win; a prefix with an id past the embeddings abstains."""
-    session = proposer.open([280, 299, 270], SamplingParams(temperature=5.0, seed=1, ignore_eos=True))
-    foreign = proposer.open([1, 2, 300], GREEDY)
-    answers = proposer.propose([Ask(session, 30), Ask(foreign, 4)])
+    session = drafter.open([280, 299, 270], SamplingParams(temperature=5.0, seed=1, ignore_eos=True))
+    foreign = drafter.open([1, 2, 300], GREEDY)
+    answers = drafter.propose([Ask(session, 30), Ask(foreign, 4)])
     assert len(answers[0][0].token_ids) == 30
     assert all(token < VOCAB for token in answers[0][0].token_ids)
     assert answers[1] == []
-    proposer.close(session)
-    proposer.close(foreign)
+    drafter.close(session)
+    drafter.close(foreign)
 
 
 def test_rows_that_are_not_finite_abstain_alone(folder: Path, tmp_path: Path) -> None:
@@ -237,14 +237,14 @@ def test_rows_that_are_not_finite_abstain_alone(folder: Path, tmp_path: Path) ->
     model.save_pretrained(tmp_path / "model")
     for path in folder.glob("tokenizer*"):
         (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
-    proposer = neural(tmp_path / "model", deterministic=False)
-    poisoned, fine = proposer.open([1, 200, 3], GREEDY), proposer.open([1, 2, 3], GREEDY)
-    answers = proposer.propose([Ask(poisoned, 4), Ask(fine, 4)])
+    drafter = neural(tmp_path / "model", batch_invariant=False)
+    poisoned, fine = drafter.open([1, 200, 3], GREEDY), drafter.open([1, 2, 3], GREEDY)
+    answers = drafter.propose([Ask(poisoned, 4), Ask(fine, 4)])
     assert answers[0] == []
     assert len(answers[1][0].token_ids) == 4
-    assert proposer.propose([Ask(poisoned, 4, 2)]) == [[]]
-    proposer.extend(poisoned, [4, 5])
-    assert proposer.propose([Ask(poisoned, 4)]) == [[]]
+    assert drafter.propose([Ask(poisoned, 4, 2)]) == [[]]
+    drafter.extend(poisoned, [4, 5])
+    assert drafter.propose([Ask(poisoned, 4)]) == [[]]
 
 
 def test_without_room_idle_caches_go_first(folder: Path, oracle: Any) -> None:
@@ -281,48 +281,48 @@ def test_without_room_nobody_who_is_drafted_for_loses_a_cache(folder: Path, orac
         small.close(session)
 
 
-def test_a_branch_that_has_ended_is_not_drafted_on(proposer: NeuralProposer, oracle: Any) -> None:
+def test_a_branch_that_has_ended_is_not_drafted_on(drafter: NeuralDrafter, oracle: Any) -> None:
     """The first branch is kept as the path for the next ask, and that it ended is kept with it."""
     prefix = [4, 5, 6]
     text = continuation(oracle, prefix, 3, GREEDY)
-    session = proposer.open(prefix, dataclasses.replace(GREEDY, stop_token_ids=frozenset(text[1:2])))
+    session = drafter.open(prefix, dataclasses.replace(GREEDY, stop_token_ids=frozenset(text[1:2])))
     for width in (2, 1):
-        (chains,) = proposer.propose([Ask(session, 5, width)])
+        (chains,) = drafter.propose([Ask(session, 5, width)])
         assert chains[0].token_ids == text[:2]
-    proposer.close(session)
+    drafter.close(session)
 
 
-def test_warming_prefills_all_but_the_last_token(proposer: NeuralProposer, oracle: Any) -> None:
+def test_warming_prefills_all_but_the_last_token(drafter: NeuralDrafter, oracle: Any) -> None:
     """What is done while idle changes no proposal; it comes in pieces of one chunk, so that asks need not wait."""
     prefix = list(range(20, 50))
-    session = proposer.open(prefix, GREEDY)
+    session = drafter.open(prefix, GREEDY)
     lengths = []
     for more in (True, True, True, True, False):
-        assert proposer.warm(session) is more
+        assert drafter.warm(session) is more
         lengths.append(session.cache.length)
     assert lengths == [7, 14, 21, 28, len(prefix) - 1]
-    assert proposer.warm(session) is False
-    assert chain_ids(proposer, session, 3) == continuation(oracle, prefix, 3, GREEDY)
-    proposer.close(session)
+    assert drafter.warm(session) is False
+    assert chain_ids(drafter, session, 3) == continuation(oracle, prefix, 3, GREEDY)
+    drafter.close(session)
 
 
-def test_an_ask_may_come_between_two_pieces_of_warming(proposer: NeuralProposer, oracle: Any) -> None:
+def test_an_ask_may_come_between_two_pieces_of_warming(drafter: NeuralDrafter, oracle: Any) -> None:
     """Drafting goes on from what is prefilled, for the session itself and for others; there is nothing left to warm."""
     prefix, other_prefix = list(range(50, 80)), [1, 2, 3]
-    session, other = proposer.open(prefix, GREEDY), proposer.open(other_prefix, GREEDY)
-    assert proposer.warm(session)
-    assert chain_ids(proposer, other, 3) == continuation(oracle, other_prefix, 3, GREEDY)
-    assert proposer.warm(session)
-    assert chain_ids(proposer, session, 3) == continuation(oracle, prefix, 3, GREEDY)
-    assert proposer.warm(session) is False
-    proposer.close(session)
-    proposer.close(other)
+    session, other = drafter.open(prefix, GREEDY), drafter.open(other_prefix, GREEDY)
+    assert drafter.warm(session)
+    assert chain_ids(drafter, other, 3) == continuation(oracle, other_prefix, 3, GREEDY)
+    assert drafter.warm(session)
+    assert chain_ids(drafter, session, 3) == continuation(oracle, prefix, 3, GREEDY)
+    assert drafter.warm(session) is False
+    drafter.close(session)
+    drafter.close(other)
 
 
-def test_facts_and_options(folder: Path, proposer: NeuralProposer) -> None:
+def test_facts_and_options(folder: Path, drafter: NeuralDrafter) -> None:
     """The description names the model's tokenizer and limits; a limit below the model's own is kept."""
-    assert proposer.model_info is not None
-    assert (proposer.model_info.vocab_size, proposer.context_limit) == (VOCAB, CONTEXT)
+    assert drafter.model_info is not None
+    assert (drafter.model_info.vocab_size, drafter.context_limit) == (VOCAB, CONTEXT)
     assert neural(folder, context_limit=10, family="alike").context_limit == 10
     with pytest.raises(ConfigError, match="min_confidence"):
         neural(folder, min_confidence=1.5)
@@ -333,7 +333,7 @@ def test_facts_and_options(folder: Path, proposer: NeuralProposer) -> None:
 @pytest.mark.parametrize("first_width", [1, 3])
 def test_a_prefix_that_ends_where_a_draft_stopped_is_drafted_for(folder: Path, first_width: int) -> None:
     """All of a path may have been fed when it stops; committed as it is, its last id is fed again for its row."""
-    careful, free = neural(folder, min_confidence=0.5, deterministic=False), neural(folder, deterministic=False)
+    careful, free = neural(folder, min_confidence=0.5, batch_invariant=False), neural(folder, batch_invariant=False)
     stopped = 0
     for start in range(16):
         prefix = [start, 5, 6]

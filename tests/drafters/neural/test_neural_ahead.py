@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moot.core.types import SamplingParams
-from moot.drafters.base import Ask
-from moot.drafters.neural.neural import NeuralProposer
+from moot.drafters.interface import Ask
+from moot.drafters.neural.neural import NeuralDrafter
 from moot.drafters.registry import create
 from moot.testing.tiny_model import make_tiny_model
 
@@ -20,41 +20,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("draft") / "model", context=1024)
 
 
-def neural(folder: Path, **options: object) -> NeuralProposer:
-    fixed = {"model": folder, "dtype": "float64", "device": "cpu", "deterministic": True, "num_threads": 1}
-    proposer = create("neural", fixed | options)
-    assert isinstance(proposer, NeuralProposer)
-    return proposer
+def neural(folder: Path, **options: object) -> NeuralDrafter:
+    fixed = {"model": folder, "dtype": "float64", "device": "cpu", "batch_invariant": True, "num_threads": 1}
+    drafter = create("neural", fixed | options)
+    assert isinstance(drafter, NeuralDrafter)
+    return drafter
 
 
 def test_steps_ahead_are_the_chain_and_their_cache_is_kept(folder: Path) -> None:
     """One token at a time, asked or ahead, gives the chain of one ask, and each token is fed once."""
-    proposer = neural(folder)
-    session, other = proposer.open([5, 6, 7], GREEDY), proposer.open([5, 6, 7], GREEDY)
-    (expected,) = proposer.propose([Ask(other, 9)])[0]
+    drafter = neural(folder)
+    session, other = drafter.open([5, 6, 7], GREEDY), drafter.open([5, 6, 7], GREEDY)
+    (expected,) = drafter.propose([Ask(other, 9)])[0]
     for length in range(1, 10):
-        (got,) = proposer.propose([Ask(session, length, is_ahead=length > 4)])[0]
+        (got,) = drafter.propose([Ask(session, length, is_ahead=length > 4)])[0]
         assert got.token_ids == expected.token_ids[:length]
         assert session.cache.length == 3 + length - 1
-    proposer.extend(session, [*expected.token_ids[:5], 3])
+    drafter.extend(session, [*expected.token_ids[:5], 3])
     assert session.cache.length == 3 + 5
 
 
 def test_drafting_ahead_evicts_nobody(folder: Path) -> None:
     """Where the cache is full, a session that drafts ahead waits, and can be drafted for as soon as it asks."""
-    proposer = neural(folder, kv_capacity_tokens=1024)  # two pages of 512
-    first, second = proposer.open([1] * 510, GREEDY), proposer.open([2, 3], GREEDY)
-    (before,) = proposer.propose([Ask(first, 2), Ask(second, 2)])[0]
+    drafter = neural(folder, kv_capacity_tokens=1024)  # two pages of 512
+    first, second = drafter.open([1] * 510, GREEDY), drafter.open([2, 3], GREEDY)
+    (before,) = drafter.propose([Ask(first, 2), Ask(second, 2)])[0]
     kept = second.cache.length
     # The next page of `first` would have to be that of `second`.
     for length in range(3, 6):
-        (got,) = proposer.propose([Ask(first, length, is_ahead=True)])[0]
+        (got,) = drafter.propose([Ask(first, length, is_ahead=True)])[0]
     assert second.cache.length == kept
     assert len(got.token_ids) < 5
     assert got.token_ids[:2] == before.token_ids
-    (asked,) = proposer.propose([Ask(first, 5)])[0]
+    (asked,) = drafter.propose([Ask(first, 5)])[0]
     assert len(asked.token_ids) == 5
     assert second.cache.length == 0
     # Its cache is gone, so nothing is read again for what nobody asked for.
-    assert len(proposer.propose([Ask(second, 3, is_ahead=True)])[0][0].token_ids) == 2
+    assert len(drafter.propose([Ask(second, 3, is_ahead=True)])[0][0].token_ids) == 2
     assert second.cache.length == 0

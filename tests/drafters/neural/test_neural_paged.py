@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 from moot.core.types import SamplingParams
-from moot.drafters.neural.drafting import NeuralDrafting
-from moot.drafters.neural.sessions import Drafted, NeuralSession, SessionFeed
+from moot.drafters.neural.neural_sessions import Drafted, NeuralSession, SessionFeed
+from moot.drafters.neural.stepwise import NeuralDrafting
 from moot.model.backend import plain_runner
-from moot.model.gpu.runner import GpuRunner
+from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.loading.load import load_model
 from moot.model.runner import ModelRunner
 from moot.model.sampling.sampler import Sampler

@@ -13,9 +13,9 @@ import pytest
 
 from moot.core.errors import ConfigError
 from moot.core.types import SamplingParams
-from moot.drafters.base import Ask, PathAsk
+from moot.drafters.interface import Ask, PathAsk
 from moot.drafters.lookup.datastore import build
-from moot.drafters.neural.neural import NeuralProposer
+from moot.drafters.neural.neural import NeuralDrafter
 from moot.drafters.registry import MODEL_FREE_KINDS, create
 from moot.testing.tiny_model import make_tiny_model
 
@@ -59,15 +59,15 @@ def prompt(seed: int) -> list[int]:
     return [*part, rng.randrange(VOCAB), *part]
 
 
-def neural(folder: Path, **options: object) -> NeuralProposer:
-    fixed = {"model": folder, "dtype": "float64", "device": "cpu", "deterministic": True, "num_threads": 1}
-    proposer = create("neural", fixed | options)
-    assert isinstance(proposer, NeuralProposer)
-    return proposer
+def neural(folder: Path, **options: object) -> NeuralDrafter:
+    fixed = {"model": folder, "dtype": "float64", "device": "cpu", "batch_invariant": True, "num_threads": 1}
+    drafter = create("neural", fixed | options)
+    assert isinstance(drafter, NeuralDrafter)
+    return drafter
 
 
-def chain(proposer: NeuralProposer, session: Any, num_tokens: int) -> tuple[int, ...]:
-    chains = proposer.propose([Ask(session, num_tokens)])[0]
+def chain(drafter: NeuralDrafter, session: Any, num_tokens: int) -> tuple[int, ...]:
+    chains = drafter.propose([Ask(session, num_tokens)])[0]
     return chains[0].token_ids if chains else ()
 
 
@@ -85,7 +85,7 @@ def test_proposals_are_those_of_the_draft_model_alone(folders: dict[str, Path], 
     staged = neural(folders["model"], stages=spelled(stages, folders), **limits)
     rng = random.Random(11)
     texts = [prompt(seed) for seed in range(3)]
-    sessions = [[proposer.open(text, ALL_PARAMS[params]) for text in texts] for proposer in (alone, staged)]
+    sessions = [[drafter.open(text, ALL_PARAMS[params]) for text in texts] for drafter in (alone, staged)]
     for _ in range(10):
         wanted = [rng.randrange(1, 8) for _ in texts]
         # Token by token for some, as the engine asks; at once for others; several sessions in one call.
@@ -104,10 +104,10 @@ def test_proposals_are_those_of_the_draft_model_alone(folders: dict[str, Path], 
             texts[index] += committed
             alone.extend(sessions[0][index], committed)
             staged.extend(sessions[1][index], committed)
-    for proposer, own in zip((alone, staged), sessions, strict=True):
+    for drafter, own in zip((alone, staged), sessions, strict=True):
         for session in own:
-            proposer.close(session)
-        assert proposer.kv_used_tokens == 0
+            drafter.close(session)
+        assert drafter.kv_used_tokens == 0
 
 
 def test_branches_are_those_without_stages(folders: dict[str, Path]) -> None:
@@ -146,8 +146,8 @@ def test_a_guess_that_is_right_saves_forwards(folders: dict[str, Path], stages: 
     staged = neural(folders["model"], stages=spelled(stages, folders), stage_tokens=6)
     alone = neural(folders["model"])
     calls = {id(staged): 0, id(alone): 0}
-    for proposer in (staged, alone):
-        count_forwards(proposer, calls)
+    for drafter in (staged, alone):
+        count_forwards(drafter, calls)
     session, other = staged.open(prompt(2), GREEDY), alone.open(prompt(2), GREEDY)
     assert chain(staged, session, 30) == chain(alone, other, 30)
     guessed, gone_along = staged.stage_counts
@@ -157,12 +157,12 @@ def test_a_guess_that_is_right_saves_forwards(folders: dict[str, Path], stages: 
     assert calls[id(staged)] <= 8
 
 
-def count_forwards(proposer: NeuralProposer, calls: dict[int, int]) -> None:
-    runner = proposer._runner
+def count_forwards(drafter: NeuralDrafter, calls: dict[int, int]) -> None:
+    runner = drafter._runner
     plain = runner.forward
 
     def counted(*args: Any, **options: Any) -> Any:
-        calls[id(proposer)] += 1
+        calls[id(drafter)] += 1
         return plain(*args, **options)
 
     runner.forward = counted  # type: ignore[method-assign]
@@ -187,18 +187,18 @@ def test_a_guess_costs_nobody_their_cache(folders: dict[str, Path]) -> None:
     """Where the cache is full, guesses are cut to what a session has room for: proposals stay the same."""
     options = {"kv_capacity_tokens": 1024, "context_limit": 0}
     alone, staged = neural(folders["model"], **options), neural(folders["model"], stages="recycling", **options)
-    for proposer in (alone, staged):
-        assert proposer._runner.pool.free_tokens == 1024
+    for drafter in (alone, staged):
+        assert drafter._runner.pool.free_tokens == 1024
     texts = [prompt(seed) * 3 for seed in range(2)]
-    sessions = [[proposer.open(text, GREEDY) for text in texts] for proposer in (alone, staged)]
+    sessions = [[drafter.open(text, GREEDY) for text in texts] for drafter in (alone, staged)]
     for _ in range(8):
         found = [
-            proposer.propose([Ask(s, 6) for s in own]) for proposer, own in zip((alone, staged), sessions, strict=True)
+            drafter.propose([Ask(s, 6) for s in own]) for drafter, own in zip((alone, staged), sessions, strict=True)
         ]
         assert found[0] == found[1]
         for index in range(2):
-            for proposer, own in zip((alone, staged), sessions, strict=True):
-                proposer.extend(own[index], found[0][index][0].token_ids[:3])
+            for drafter, own in zip((alone, staged), sessions, strict=True):
+                drafter.extend(own[index], found[0][index][0].token_ids[:3])
 
 
 def test_the_context_limit_holds_with_guesses(folders: dict[str, Path]) -> None:

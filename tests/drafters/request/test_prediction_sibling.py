@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moot.core.errors import ConfigError
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import NO_MATERIAL, Ask, Material, Proposer
+from moot.drafters.interface import NO_REQUEST_CONTEXT, Ask, Drafter, RequestContext
 from moot.drafters.registry import REQUEST_KINDS, create
 from moot.drafters.request.siblings import Siblings
 
@@ -24,14 +24,14 @@ PROMPT = [7, 8, 9]
 few = st.lists(st.integers(0, 6) | st.just(VOCAB + 1), max_size=40)
 
 
-def predicting(prediction: Sequence[int], output: Sequence[int] = (), **options: Any) -> tuple[Proposer[Any], Any]:
-    proposer = create("prediction", {"vocab_size": VOCAB, **options})
-    material = Material(len(PROMPT), tuple(prediction))
-    return proposer, proposer.open_request([*PROMPT, *output], PARAMS, material)
+def predicting(prediction: Sequence[int], output: Sequence[int] = (), **options: Any) -> tuple[Drafter[Any], Any]:
+    drafter = create("prediction", {"vocab_size": VOCAB, **options})
+    request_context = RequestContext(len(PROMPT), tuple(prediction))
+    return drafter, drafter.open_request([*PROMPT, *output], PARAMS, request_context)
 
 
-def next_ids(proposer: Proposer[Any], session: Any, num_tokens: int, width: int = 1) -> list[tuple[int, ...]]:
-    return [chain.token_ids for chain in proposer.propose([Ask(session, num_tokens, width)])[0]]
+def next_ids(drafter: Drafter[Any], session: Any, num_tokens: int, width: int = 1) -> list[tuple[int, ...]]:
+    return [chain.token_ids for chain in drafter.propose([Ask(session, num_tokens, width)])[0]]
 
 
 def text(name: str) -> list[int]:
@@ -54,22 +54,22 @@ def text(name: str) -> list[int]:
 )
 def test_the_output_is_found_again_after_an_edit(output: str, expected: str) -> None:
     """The proposal is what follows the place at which the output has arrived: nearest behind the last sure one."""
-    proposer, session = predicting(text("the cat sat on the mat. the end."), text(output))
-    chains = next_ids(proposer, session, len(expected) or 6)
+    drafter, session = predicting(text("the cat sat on the mat. the end."), text(output))
+    chains = next_ids(drafter, session, len(expected) or 6)
     assert chains == ([tuple(text(expected))] if expected else [])
 
 
 def test_a_word_met_by_chance_does_not_lose_the_place() -> None:
     """A long insertion whose ids occur far behind: once the output is back, so is the place before them."""
     prediction = [1, 2, 3, 4, 5, 6, 7, 8, *range(20, 60), 101, 102, 103]
-    proposer, session = predicting(prediction, [1, 2, 3, 4, 5, 101, 250, 102, 251, 103, 252, 6])
-    assert next_ids(proposer, session, 3) == [(7, 8, 20)]
+    drafter, session = predicting(prediction, [1, 2, 3, 4, 5, 101, 250, 102, 251, 103, 252, 6])
+    assert next_ids(drafter, session, 3) == [(7, 8, 20)]
 
 
 def test_width_gives_other_places() -> None:
     """Further proposals begin with other ids, each from a place that the last ids of the output speak for."""
-    proposer, session = predicting([1, 5, 2, 5, 3, 5, 4], [1, 5])
-    assert next_ids(proposer, session, 2, width=3) == [(2, 5), (3, 5), (4,)]
+    drafter, session = predicting([1, 5, 2, 5, 3, 5, 4], [1, 5])
+    assert next_ids(drafter, session, 2, width=3) == [(2, 5), (3, 5), (4,)]
 
 
 @given(prediction=few, output=few, cuts=st.lists(st.integers(0, 43), max_size=4), num_tokens=st.integers(1, 9))
@@ -79,13 +79,13 @@ def test_prediction_proposals_are_valid_and_a_function_of_the_prefix(
 ) -> None:
     """However the prefix arrived and whatever was asked on the way: the same different chains, of known ids only."""
     prefix = [*PROMPT, *output]
-    proposer, fresh = predicting(prediction, output)
+    drafter, fresh = predicting(prediction, output)
     bounds = sorted({0, *(min(cut, len(prefix)) for cut in cuts), len(prefix)})
-    session = proposer.open_request([], PARAMS, Material(len(PROMPT), tuple(prediction)))
+    session = drafter.open_request([], PARAMS, RequestContext(len(PROMPT), tuple(prediction)))
     for start, end in pairwise(bounds):
-        proposer.extend(session, prefix[start:end])
-        proposer.propose([Ask(session, 3, 2)])
-    grown, whole = proposer.propose([Ask(session, num_tokens, 3), Ask(fresh, num_tokens, 3)])
+        drafter.extend(session, prefix[start:end])
+        drafter.propose([Ask(session, 3, 2)])
+    grown, whole = drafter.propose([Ask(session, num_tokens, 3), Ask(fresh, num_tokens, 3)])
     assert grown == whole
     assert len({chain.token_ids[0] for chain in whole}) == len(whole) <= 3
     for chain in whole:
@@ -102,35 +102,35 @@ def test_an_edited_text_takes_few_rounds() -> None:
     for token in prediction:
         edit = rng.choice(["change", "drop", "insert"]) if rng.random() < 0.05 else ""
         answer += {"": [token], "change": [rng.randrange(VOCAB)], "drop": []}.get(edit, [rng.randrange(VOCAB), token])
-    proposer, session = predicting(prediction)
+    drafter, session = predicting(prediction)
     rounds = done = 0
     while done < len(answer):
-        chains = next_ids(proposer, session, 8)
+        chains = next_ids(drafter, session, 8)
         new = answer[done : done + 1]
         for expected in chains[0] if chains else ():
             if expected != new[-1]:
                 break
             new = answer[done : done + len(new) + 1]
-        proposer.extend(session, new)
+        drafter.extend(session, new)
         done, rounds = done + len(new), rounds + 1
     assert rounds < len(answer) / 4
 
 
 def test_past_its_context_a_prediction_is_let_go() -> None:
     """Memory of a session is bounded: past the limit what was held is freed, and no proposal comes."""
-    proposer, session = predicting([1] * 100, [1] * 28, context_limit=32)
-    assert next_ids(proposer, session, 8) == [(1,)]
-    proposer.extend(session, [1, 1])
-    assert next_ids(proposer, session, 8) == []
+    drafter, session = predicting([1] * 100, [1] * 28, context_limit=32)
+    assert next_ids(drafter, session, 8) == [(1,)]
+    drafter.extend(session, [1, 1])
+    assert next_ids(drafter, session, 8) == []
     assert len(session.text) == len(session.tail) == 0
 
 
 @pytest.mark.parametrize("kind", REQUEST_KINDS)
 def test_without_material_a_request_kind_has_no_vote_and_abstains(kind: str) -> None:
     """It is no part of a request that does not bring what it lives from; elsewhere it says nothing."""
-    proposer = create(kind, {"vocab_size": VOCAB})
-    assert not proposer.serves(NO_MATERIAL)
-    assert proposer.propose([Ask(proposer.open([1, 2, 1, 2, 1], PARAMS), 4, 2)]) == [[]]
+    drafter = create(kind, {"vocab_size": VOCAB})
+    assert not drafter.serves(NO_REQUEST_CONTEXT)
+    assert drafter.propose([Ask(drafter.open([1, 2, 1, 2, 1], PARAMS), 4, 2)]) == [[]]
 
 
 @pytest.mark.parametrize(
@@ -146,20 +146,20 @@ class Choices:
     """The sessions of the choices of one prompt."""
 
     def __init__(self, num_choices: int, prompt: Sequence[int] = PROMPT, **options: Any) -> None:
-        self.proposer = create("sibling", {"vocab_size": VOCAB, **options})
+        self.drafter = create("sibling", {"vocab_size": VOCAB, **options})
         self.siblings = Siblings(num_choices)
         self.prompt = prompt
         self.sessions = [self.open(index) for index in range(num_choices)]
 
     def open(self, index: int, output: Sequence[int] = ()) -> Any:
-        material = Material(len(self.prompt), (), self.siblings, index)
-        return self.proposer.open_request([*self.prompt, *output], PARAMS, material)
+        request_context = RequestContext(len(self.prompt), (), self.siblings, index)
+        return self.drafter.open_request([*self.prompt, *output], PARAMS, request_context)
 
     def say(self, index: int, *token_ids: int) -> None:
-        self.proposer.extend(self.sessions[index], token_ids)
+        self.drafter.extend(self.sessions[index], token_ids)
 
     def ask(self, index: int, num_tokens: int = 4, width: int = 1) -> list[Proposal]:
-        return self.proposer.propose([Ask(self.sessions[index], num_tokens, width)])[0]
+        return self.drafter.propose([Ask(self.sessions[index], num_tokens, width)])[0]
 
     def ids(self, index: int, num_tokens: int = 4, width: int = 1) -> list[tuple[int, ...]]:
         return [chain.token_ids for chain in self.ask(index, num_tokens, width)]
@@ -199,7 +199,7 @@ def test_a_choice_never_copies_itself_and_stops_where_the_others_do() -> None:
     choices.say(1, 60, 62)
     choices.say(2, 63, 60, 62, 64)
     assert choices.ids(0) == [(62, 64)]
-    choices.proposer.close(choices.sessions[2])
+    choices.drafter.close(choices.sessions[2])
     assert choices.ids(0) == [(62, 64)]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from lab.bench.forward.branch_time import comb
 from moot.core.types import ROOT
-from moot.model.cache.base import depths_of, paths
+from moot.model.cache.kv_cache import depths_of, paths
 
 
 def test_a_comb_has_the_tokens_and_paths_that_were_asked_for() -> None:

@@ -24,7 +24,7 @@ def test_asked_in_every_round_it_would_cost_a_lot() -> None:
         assert statistics.median(one.everybody) < 0.8 * statistics.median(one.without[:2])
 
 
-def test_drafting_goes_on_without_the_one_that_made_it_dear() -> None:
+def test_drafting_goes_on_without_the_one_that_made_it_expensive() -> None:
     """Where a step is short, one silent or slow drafter makes drafting dearer than it is worth. That must not stop
     drafting before it is known who is to blame: without it rounds draft as they would have all along."""
     found = compare(1, 600, (1, 2, 3), ["silent", "slow"], num_everybody=0, costs="cpu")

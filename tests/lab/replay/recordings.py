@@ -1,4 +1,4 @@
-"""Recordings of made-up texts by the real proposers: what the tests of the replay share."""
+"""Recordings of made-up texts by the real drafters: what the tests of the replay share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 from lab.replay.folder import Meta, Recording, open_recording, write_meta
+from lab.replay.recorded_texts import TargetText, save_texts
 from lab.replay.recorder import Asking, record_drafter
-from lab.replay.texts import TargetText, save_texts
 from moot.core.types import FinishReason
-from moot.drafters.base import parse_entries
+from moot.drafters.interface import parse_entries
 
 VOCAB = 40
 CONTEXT = 4096

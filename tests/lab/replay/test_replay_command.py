@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_report_has_the_numbers_of_the_replay(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Acceptance by category and in all, by depth, votes won, each drafter alone; -k and --policy are short for long
-    names; a length policy adds the clock's tokens per second, a cascade whom it spared."""
+    names; a length policy adds the clock's tokens per second, a cascade whom it skipped."""
     assert main(["replay", "run", str(folder), "--policy", "majority", "--shape", "chain", "-k", "4"]) == 0
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     replay = Replay(make_recording(folder, made_up_texts()))
@@ -38,7 +38,7 @@ def test_the_report_has_the_numbers_of_the_replay(folder: Path, capsys: pytest.C
         ]
     assert main(["replay", "run", str(folder), "--length", "goodput", "--alone", "false"]) == 0
     assert "tokens/s" in capsys.readouterr().out
-    # Beside such a step no drafter is dear, whatever made it wait when it was recorded.
+    # Beside such a step no drafter is expensive, whatever made it wait when it was recorded.
     slow = ["--cascade", "0.1", "--verify-ms", "1e6"]
     assert main(["replay", "run", str(folder), *slow, "--alone", "false"]) == 0
     assert "not asked: nobody" in capsys.readouterr().out

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from lab.replay.folder import drafter_path, open_recording
-from lab.replay.prompts import read_prompts
 from lab.replay.proposals import ProposalRecord, load_record, record_text, save_record, shortened
+from lab.replay.recorded_texts import load_texts, save_texts
 from lab.replay.recorder import Asking, record_drafter
-from lab.replay.texts import load_texts, save_texts
+from lab.replay.replay_prompts import read_prompts
 from moot.core.errors import ConfigError
 from moot.core.types import Proposal
-from moot.drafters.base import Ask, parse_entries
+from moot.drafters.interface import Ask, parse_entries
 from moot.drafters.registry import create
 from tests.lab.replay.recordings import DRAFTERS, VOCAB, made_up_texts, make_recording, quiet
 
@@ -42,12 +42,12 @@ def test_a_session_sees_the_prefix_and_nothing_else(tmp_path: Path) -> None:
     texts = made_up_texts(3)
     recording = make_recording(tmp_path, texts, ("suffix", "prompt_lookup", "ngram"), width=2)
     for entry in parse_entries(("suffix", "prompt_lookup", "ngram"), "--drafters"):
-        proposer = create(entry.kind, {"vocab_size": VOCAB})
+        drafter = create(entry.kind, {"vocab_size": VOCAB})
         for index, text in enumerate(texts):
             places = recording.records[entry.drafter_id].of_text(index)
             for place in range(0, text.num_places, 7):
-                session = proposer.open((*text.prompt_token_ids, *text.output_token_ids[: place + 1]), text.params)
-                (chains,) = proposer.propose([Ask(session, 8, 2)])
+                session = drafter.open((*text.prompt_token_ids, *text.output_token_ids[: place + 1]), text.params)
+                (chains,) = drafter.propose([Ask(session, 8, 2)])
                 assert [one.token_ids for one in places[place]] == [chain.token_ids for chain in chains]
                 assert [one.confidences for one in places[place]] == [chain.confidences for chain in chains]
 
@@ -58,14 +58,14 @@ def test_a_smaller_question_has_the_head_of_the_answer(entry: str) -> None:
     recording serves every smaller K and width."""
     (parsed,) = parse_entries([entry], "--drafters")
     text = made_up_texts(1, seed=4)[0]
-    proposer = create(parsed.kind, {"vocab_size": VOCAB, **parsed.options})
-    session = proposer.open(text.prompt_token_ids, text.params)
+    drafter = create(parsed.kind, {"vocab_size": VOCAB, **parsed.options})
+    session = drafter.open(text.prompt_token_ids, text.params)
     compared = 0
     for place in range(text.num_places):
-        proposer.extend(session, text.output_token_ids[place : place + 1], text.top_candidates[place : place + 1])
+        drafter.extend(session, text.output_token_ids[place : place + 1], text.top_candidates[place : place + 1])
 
         def ask(num_tokens: int, width: int) -> list[Proposal]:
-            (chains,) = proposer.propose([Ask(session, num_tokens, width)])
+            (chains,) = drafter.propose([Ask(session, num_tokens, width)])
             return chains
 
         whole = ask(8, 4)
@@ -80,9 +80,9 @@ def test_an_interrupted_recording_goes_on(tmp_path: Path) -> None:
     texts = made_up_texts()
     whole = make_recording(tmp_path / "whole", texts, ("suffix",))
     part = ProposalRecord(whole.records["suffix"].facts)
-    proposer = create("suffix", {"vocab_size": VOCAB})
+    drafter = create("suffix", {"vocab_size": VOCAB})
     for text in texts[:2]:
-        record_text(proposer, text, part)
+        record_text(drafter, text, part)
     save_record(drafter_path(tmp_path / "part", "suffix"), part)
     (entry,) = parse_entries(["suffix"], "--drafters")
     again = record_drafter(tmp_path / "part", entry, texts, VOCAB, Asking(8, 1), quiet)

@@ -10,7 +10,7 @@ from lab.replay.evaluate import Policies, Replay, by_group, outcome_of
 from moot.core.errors import ConfigError
 from moot.core.speculation.length import LENGTHS
 from moot.core.speculation.policy import SpeculationOptions, make_policy
-from moot.core.voting.tree import SHAPES
+from moot.core.voting.draft_trie import SHAPES
 from moot.core.voting.voting import POLICIES
 from moot.core.voting.weights import WEIGHTS
 from tests.lab.replay.recordings import made_up_texts, make_recording

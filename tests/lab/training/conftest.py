@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lab.training.dataset import TextStore
-from lab.training.text import TextMaker, make_text
+from lab.training.text_making import TextMaker, make_text
 from moot.model.loading.load import LoadedModel, load_model
 from moot.testing.tiny_model import make_tiny_model
 from tests.lab.training.small_text import SETTINGS

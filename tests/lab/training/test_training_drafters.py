@@ -12,17 +12,27 @@ import torch
 from torch.nn import functional
 
 from lab.training import fit as fitting
-from lab.training.dataset import BEGIN, FORCED, GREEDY, SAMPLED, Starts, Text, TextStore, is_held_out, is_written
-from lab.training.drafters import CountRecipe, CountTrainer, make_drafter
-from lab.training.fit import Plan, fit
-from lab.training.heads import HeadRecipe, HeadTrainer
-from lab.training.measure import Stream, divergence, from_single, leading, report
-from lab.training.neural import NeuralRecipe, NeuralTrainer
+from lab.training.dataset import (
+    BEGIN,
+    FORCED,
+    GREEDY,
+    SAMPLED,
+    Starts,
+    TextStore,
+    TrainingText,
+    is_held_out,
+    is_written,
+)
+from lab.training.drafter_folder import CountRecipe, CountTrainer, make_drafter
+from lab.training.fit import FitPlan, fit
+from lab.training.head_training import HeadRecipe, HeadTrainer
+from lab.training.measure import TokenStream, divergence, from_single, leading, report
+from lab.training.neural_training import NeuralRecipe, NeuralTrainer
 from lab.training.teacher import Teacher, load_teacher
 from moot.core.errors import ConfigError, ModelRefused
 from moot.core.types import SamplingParams
 from moot.drafters.attached.recurrent_head import RecurrentHead, embed
-from moot.drafters.base import Ask
+from moot.drafters.interface import Ask
 from moot.drafters.registry import create
 
 HEADS = HeadRecipe(width=48, vocab=200, depths=2, passes=5.0, batch=64, rate=5e-3)
@@ -35,11 +45,11 @@ def teacher(target_folder: Path, text: TextStore) -> Teacher:
 
 
 @pytest.fixture(scope="module")
-def dataset(text: TextStore) -> Text:
-    return Text.of(text, text.num_positions)
+def dataset(text: TextStore) -> TrainingText:
+    return TrainingText.of(text, text.num_positions)
 
 
-def make(kind: str, teacher: Teacher, dataset: Text) -> Any:
+def make(kind: str, teacher: Teacher, dataset: TrainingText) -> Any:
     match kind:
         case "heads":
             return HeadTrainer(teacher, dataset, HEADS)
@@ -81,7 +91,7 @@ def test_divergence_and_its_gradients_are_the_plain_ones(with_other: bool) -> No
         torch.testing.assert_close(ours_of, plain_of, rtol=1e-3, atol=1e-5)
 
 
-def test_a_head_learns_what_the_target_says(teacher: Teacher, dataset: Text, tmp_path: Path) -> None:
+def test_a_head_learns_what_the_target_says(teacher: Teacher, dataset: TrainingText, tmp_path: Path) -> None:
     """Training lowers the divergence on rows that were not trained on."""
     trainer = HeadTrainer(teacher, dataset, HEADS)
     before = held_out_divergence(trainer)
@@ -89,7 +99,7 @@ def test_a_head_learns_what_the_target_says(teacher: Teacher, dataset: Text, tmp
     assert held_out_divergence(trainer) < 0.85 * before
 
 
-def test_a_small_llama_learns_what_the_target_says(teacher: Teacher, dataset: Text, tmp_path: Path) -> None:
+def test_a_small_llama_learns_what_the_target_says(teacher: Teacher, dataset: TrainingText, tmp_path: Path) -> None:
     """Training lowers the divergence."""
     trainer = NeuralTrainer(teacher, dataset, NEURAL)
     before = trainer.loss(10_000).item()
@@ -99,7 +109,7 @@ def test_a_small_llama_learns_what_the_target_says(teacher: Teacher, dataset: Te
 
 @pytest.mark.parametrize("kind", ["heads", "neural"])
 def test_an_interrupted_training_ends_the_same(
-    kind: str, teacher: Teacher, dataset: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, teacher: Teacher, dataset: TrainingText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped after some steps and gone on with by a new trainer, every weight is bit-equal."""
     whole, first, second = (make(kind, teacher, dataset) for _ in range(3))
@@ -116,7 +126,7 @@ def test_an_interrupted_training_ends_the_same(
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     """Going on never mixes two trainings; a broken checkpoint is named."""
-    module, plan = torch.nn.Linear(2, 1), Plan(2, 0.1)
+    module, plan = torch.nn.Linear(2, 1), FitPlan(2, 0.1)
 
     def loss(step: int) -> torch.Tensor:
         return module(torch.ones(1, 2)).square().sum()
@@ -129,7 +139,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
         fit(module, loss, plan, tmp_path, {"seed": 1})
 
 
-def test_the_seed_decides(teacher: Teacher, dataset: Text) -> None:
+def test_the_seed_decides(teacher: Teacher, dataset: TrainingText) -> None:
     """Same seed, same first weights and batches; another seed, others."""
     one, same = HeadTrainer(teacher, dataset, HEADS), HeadTrainer(teacher, dataset, HEADS)
     with torch.no_grad():
@@ -140,7 +150,7 @@ def test_the_seed_decides(teacher: Teacher, dataset: Text) -> None:
 
 @pytest.mark.parametrize("kind", ["heads", "neural", "ngram"])
 def test_a_drafter_is_written_measured_and_described(
-    kind: str, teacher: Teacher, dataset: Text, text: TextStore, tmp_path: Path
+    kind: str, teacher: Teacher, dataset: TrainingText, text: TextStore, tmp_path: Path
 ) -> None:
     """The folder holds the drafter and a card with its acceptance and command; no checkpoint is left."""
     said: list[str] = []
@@ -152,7 +162,7 @@ def test_a_drafter_is_written_measured_and_described(
     assert "K = 4" in said[0]
 
 
-def test_a_saved_head_computes_the_same(teacher: Teacher, dataset: Text, tmp_path: Path) -> None:
+def test_a_saved_head_computes_the_same(teacher: Teacher, dataset: TrainingText, tmp_path: Path) -> None:
     """What is read back is what was written, rounded to bfloat16; its config says whose head it is."""
     trainer = HeadTrainer(teacher, dataset, HEADS)
     trainer.save(tmp_path, trainer.facts)
@@ -172,32 +182,34 @@ def test_a_saved_head_computes_the_same(teacher: Teacher, dataset: Text, tmp_pat
         RecurrentHead.load(tmp_path)
 
 
-def test_a_saved_llama_is_a_neural_drafter(teacher: Teacher, dataset: Text, tmp_path: Path) -> None:
+def test_a_saved_llama_is_a_neural_drafter(teacher: Teacher, dataset: TrainingText, tmp_path: Path) -> None:
     """The folder is a model with the target's tokenizer, from which the kind `neural` proposes."""
     trainer = NeuralTrainer(teacher, dataset, NEURAL)
     trainer.save(tmp_path, trainer.facts)
-    proposer = create("neural", {"model": str(tmp_path), "device": "cpu", "dtype": "float32"})
-    assert proposer.model_info is not None
-    assert proposer.model_info.tokenizer_fingerprint == teacher.info.tokenizer_fingerprint
-    assert proposer.model_info.end_token_ids == teacher.info.end_token_ids
+    drafter = create("neural", {"model": str(tmp_path), "device": "cpu", "dtype": "float32"})
+    assert drafter.model_info is not None
+    assert drafter.model_info.tokenizer_fingerprint == teacher.info.tokenizer_fingerprint
+    assert drafter.model_info.end_token_ids == teacher.info.end_token_ids
     ids = list(b"hello there")
-    ((chain,),) = proposer.propose([Ask(proposer.open(ids, SamplingParams()), 1)])
+    ((chain,),) = drafter.propose([Ask(drafter.open(ids, SamplingParams()), 1)])
     with torch.inference_mode():
         logits = trainer.model(torch.tensor([ids])).logits[0, -1, : teacher.info.vocab_size]
     assert logits[chain.token_ids[0]] >= logits.max() - 0.05
 
 
-def test_measured_acceptance_of_a_table_is_the_proposers(teacher: Teacher, dataset: Text, tmp_path: Path) -> None:
+def test_measured_acceptance_of_a_table_is_the_drafters(
+    teacher: Teacher, dataset: TrainingText, tmp_path: Path
+) -> None:
     """The reported agreement is that of the drafter kind, asked at each position of held-out answers."""
     trainer = CountTrainer(teacher, dataset, CountRecipe(3, 2))
     trainer.save(tmp_path, trainer.facts)
     found = trainer.measure()
-    proposer = create("ngram", {"vocab_size": teacher.info.vocab_size, "table": str(tmp_path / "table.npz")})
+    drafter = create("ngram", {"vocab_size": teacher.info.vocab_size, "table": str(tmp_path / "table.npz")})
     hit = total = 0
     for context, roles, _ in dataset.contexts():
         ids = context.tolist()
         for position in np.flatnonzero(roles == GREEDY).tolist():
-            chains = proposer.propose([Ask(proposer.open(ids[:position], SamplingParams()), 1)])[0]
+            chains = drafter.propose([Ask(drafter.open(ids[:position], SamplingParams()), 1)])[0]
             total += 1
             hit += bool(chains) and chains[0].token_ids[0] == ids[position]
     assert found["tokens"] == total > 20
@@ -209,7 +221,7 @@ def test_rounds_are_walked_as_they_happen() -> None:
     roles = np.array([FORCED] * 3 + [GREEDY] * 10 + [FORCED, SAMPLED, SAMPLED], np.uint8)
     right = np.array([0, 0, 4, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0, 0])
     # After position 2: 4 right and one more (3..7); after 7: the 5 that are left.
-    found = report([Stream(roles, right)])
+    found = report([TokenStream(roles, right)])
     assert (found["tokens"], found["length_4"], found["length_8"]) == (10, 10 / 2, 10 / 2)
     assert found["agreement_1"] == 0.2
     assert found["sampled_length_4"] == 1.0
@@ -217,7 +229,7 @@ def test_rounds_are_walked_as_they_happen() -> None:
     assert from_single(np.array([True] * 10 + [False, True])).tolist() == [8, 8, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]
 
 
-def test_nothing_is_learned_from_held_out_rows(dataset: Text) -> None:
+def test_nothing_is_learned_from_held_out_rows(dataset: TrainingText) -> None:
     """Starts, frequent ids and counted texts come from the other rows alone."""
     shard = dataset.shards[0]
     held = {tuple(shard.token_ids[row, :40].tolist()) for row in range(20) if is_held_out(row)}
@@ -228,14 +240,14 @@ def test_nothing_is_learned_from_held_out_rows(dataset: Text) -> None:
     assert sum(map(len, dataset.written())) == written
 
 
-def test_windows_stay_within_a_context(dataset: Text) -> None:
+def test_windows_stay_within_a_context(dataset: TrainingText) -> None:
     """What stands before a context is not known in it: no window of a head goes over its begin."""
     starts = Starts(dataset, 2, 8, 2, 0, within=True)
     roles = starts.batch(0, len(starts)).roles
     assert not bool((roles[:, 1:] == BEGIN).any())
 
 
-def test_each_pass_sees_every_start_once(dataset: Text) -> None:
+def test_each_pass_sees_every_start_once(dataset: TrainingText) -> None:
     """Batches run through a shuffled pass, then through the next one."""
     starts = Starts(dataset, 0, 3, 2, 0, within=True)
     batch = -(-len(starts) // 4)
@@ -251,7 +263,7 @@ def test_each_pass_sees_every_start_once(dataset: Text) -> None:
 def test_text_that_is_too_short_is_named(text: TextStore) -> None:
     """A trainer never learns from less than was asked for."""
     with pytest.raises(ConfigError, match="positions"):
-        Text.of(text, 10_000_000)
+        TrainingText.of(text, 10_000_000)
 
 
 def test_states_of_another_target_are_refused(text: TextStore, tmp_path: Path) -> None:

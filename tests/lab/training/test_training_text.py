@@ -13,7 +13,7 @@ import torch
 from lab.training.chat import Chat
 from lab.training.dataset import BEGIN, FORCED, GREEDY, SAMPLED, USER, Shard, TextStore, bits, is_held_out
 from lab.training.prompts import Turn, built_in, free_running, read_prompts
-from lab.training.text import TextMaker, TextSettings, draw, make_text, tapped
+from lab.training.text_making import TextMaker, TextSettings, draw, make_text, tapped
 from moot.core.errors import ConfigError
 from moot.model.backend import plain_runner
 from moot.model.inputs import SequenceInput

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from moot.core.errors import NoCapacity, is_out_of_memory
-from moot.model.cache.base import Pending
 from moot.model.cache.contiguous import PAGE_SLOTS, SPAN_SLOTS, KvPool, KvShape, SequenceCache
+from moot.model.cache.kv_cache import Pending
 
 SHAPE = KvShape(2, 1, 4, torch.float32, torch.device("cpu"))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moot.model.backend import plain_runner
-from moot.model.cache.base import KvCache
+from moot.model.cache.kv_cache import KvCache
 from moot.model.decoder.kernels.library import VARIANTS, load_kernels
 from moot.model.decoder.products import can_pack
 from moot.model.inputs import SequenceInput
@@ -75,9 +75,9 @@ class Twins:
         self.step([(pair, token_ids, None)], [len(token_ids)])
 
     def step(self, work: list[tuple[tuple[KvCache, KvCache], list[int], Any]], kept: list[Any]) -> None:
-        together = [SequenceInput(pair[0], ids, parents, range(len(ids))) for pair, ids, parents in work]
+        batched = [SequenceInput(pair[0], ids, parents, range(len(ids))) for pair, ids, parents in work]
         apart = [SequenceInput(pair[1], ids, parents, range(len(ids))) for pair, ids, parents in work]
-        for one, own in zip(self.runner.forward(together), apart, strict=True):
+        for one, own in zip(self.runner.forward(batched), apart, strict=True):
             assert torch.equal(one, self.runner.forward([own])[0])
         for (pair, _, _), keep in zip(work, kept, strict=True):
             for cache in pair:

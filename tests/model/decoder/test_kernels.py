@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moot.model.cache.base import depths_of
 from moot.model.cache.contiguous import KvPool, KvShape, SequenceCache
+from moot.model.cache.kv_cache import depths_of
 from moot.model.checks.rowcases import Case, cancelling
 from moot.model.decoder import build
 from moot.model.decoder.by_kernels import StepPlan
 from moot.model.decoder.kernels import library
+from moot.model.decoder.kernels.kernel_products import KernelProduct
 from moot.model.decoder.kernels.library import VARIANTS, CAttention, CNorm, Kernels, Variant, load_kernels
-from moot.model.decoder.kernels.products import KernelProduct
 from moot.model.decoder.layers import HeadShape
 from moot.model.layout import Segment, Step, plan_segment
 from moot.model.loading.load import load_model

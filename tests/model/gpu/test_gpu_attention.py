@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moot.model.cache.base import depths_of
 from moot.model.cache.contiguous import KvShape
-from moot.model.gpu.attention import PagedAttention
+from moot.model.cache.kv_cache import depths_of
+from moot.model.gpu.paged_attention import PagedAttention
 from moot.model.gpu.plan import DevicePlan, Planner, unpack
 from moot.model.gpu.pool import PagedCache, PagedPool, upload
 

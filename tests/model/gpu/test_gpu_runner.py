@@ -10,8 +10,8 @@ import torch
 
 from moot.core.errors import ContextLengthExceeded, ModelRefused, NoCapacity
 from moot.model.backend import plain_runner
+from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.gpu.pool import PagedCache
-from moot.model.gpu.runner import GpuRunner
 from moot.model.inputs import SequenceInput
 from moot.model.loading.load import LoadedModel, load_model
 from moot.testing.tiny_model import make_tiny_model
@@ -160,8 +160,8 @@ def test_blocks_crops_and_preemption(loaded: LoadedModel) -> None:
     assert distance(again[-1], expected[-1]) < 1e-12
 
 
-def test_deterministic_rows_do_not_depend_on_their_company(short: LoadedModel) -> None:
-    """In deterministic mode chunks, batch-mates and trees change no bit."""
+def test_batch_invariant_rows_do_not_depend_on_their_company(short: LoadedModel) -> None:
+    """In batch-invariant mode chunks, batch-mates and trees change no bit."""
     runner = GpuRunner(short, 16 * 512, True)
     text = random_ids(620)
     whole, cache = run_chunks(runner, text, [])

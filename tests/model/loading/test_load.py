@@ -81,8 +81,8 @@ def test_what_cannot_be_driven_is_refused_by_name(
     ],
 )
 def test_other_families_work_as_they_are(tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
-    """Any decoder whose attention is a registered function is driven, deterministic mode included."""
-    assert plain_runner(load_model(other_model(tmp_path, kind, **config), dtype="float32"), 512, True).deterministic
+    """Any decoder whose attention is a registered function is driven, batch-invariant mode included."""
+    assert plain_runner(load_model(other_model(tmp_path, kind, **config), dtype="float32"), 512, True).batch_invariant
 
 
 def test_a_context_ends_where_rotation_would_depend_on_batch_mates(tmp_path: Path) -> None:
@@ -95,18 +95,18 @@ def test_a_context_ends_where_rotation_would_depend_on_batch_mates(tmp_path: Pat
     longest = runner.info.context_limit
     alone = runner.forward([SequenceInput(runner.new_cache(), [1, 2, 3], None, [2])])
     beside = SequenceInput(runner.new_cache(), list(range(longest)), None, [])
-    together = runner.forward([SequenceInput(runner.new_cache(), [1, 2, 3], None, [2]), beside])
+    batched = runner.forward([SequenceInput(runner.new_cache(), [1, 2, 3], None, [2]), beside])
     assert longest == 64
-    torch.testing.assert_close(together[0], alone[0])
+    torch.testing.assert_close(batched[0], alone[0])
 
 
 def test_experts_are_served_in_natural_mode_only(tmp_path: Path) -> None:
-    """Products that are no linear layers are not tiled, so the deterministic mode names one and is refused."""
+    """Products that are no linear layers are not tiled, so the batch-invariant mode names one and is refused."""
     config = {"intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4}
     loaded = load_model(other_model(tmp_path, "mixtral", **config), dtype="float32")
     with pytest.raises(ConfigError, match="linear layers only; .* also has .*mlp"):
         plain_runner(loaded, 512, True)
-    assert not plain_runner(loaded, 512, False).deterministic
+    assert not plain_runner(loaded, 512, False).batch_invariant
 
 
 def test_encoder_decoder_is_refused(tmp_path: Path) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 import grpc.aio
 
 from moot.core.types import SamplingParams
-from moot.drafters.base import Proposer
+from moot.drafters.interface import Drafter
 from moot.rpc import convert
+from moot.rpc.grpc_server import GrpcServer
 from moot.rpc.link import open_channel
-from moot.rpc.server import GrpcServer
 from moot.runtime.metrics import Metrics
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc as pb_grpc
 from services.drafter.config import DrafterConfig
-from services.drafter.engine import DrafterEngine
-from services.drafter.serve import SERVICE, make_proposer
+from services.drafter.drafter_engine import DrafterEngine
+from services.drafter.serve import SERVICE, make_drafter_kind
 from services.drafter.servicer import DrafterServicer, description_to_pb
 from tests.waiting import GIVE_UP_S
 
@@ -90,8 +90,8 @@ class Peer:
 
 
 class RunningDrafter:
-    def __init__(self, config: DrafterConfig, proposer: Proposer[Any] | None, clock: Callable[[], float]) -> None:
-        made, info = make_proposer(config)
+    def __init__(self, config: DrafterConfig, proposer: Drafter[Any] | None, clock: Callable[[], float]) -> None:
+        made, info = make_drafter_kind(config)
         self.metrics = Metrics()
         self.proposer = proposer or made
         self.engine = DrafterEngine(self.proposer, config, self.metrics, info.vocab_size, clock)
@@ -117,7 +117,7 @@ class RunningDrafter:
 
 @asynccontextmanager
 async def running(
-    config: DrafterConfig, proposer: Proposer[Any] | None = None, clock: Callable[[], float] = time.monotonic
+    config: DrafterConfig, proposer: Drafter[Any] | None = None, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[RunningDrafter]:
     drafter = RunningDrafter(config, proposer, clock)
     drafter.engine.start()

@@ -13,11 +13,11 @@ import pytest
 
 from moot.core.options import make_config
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Ask, Proposer
-from moot.testing.proposer import ScriptedProposer
+from moot.drafters.interface import Ask, Drafter
+from moot.testing.scripted_kind import ScriptedKind
 from services.drafter.config import DrafterConfig
+from services.drafter.drafter_sessions import Path, Settled
 from services.drafter.drafting import is_ahead_on
-from services.drafter.sessions import Path, Settled
 from tests.services.drafter.drafter_driver import RunningDrafter, open_command, propose_command, running
 from tests.waiting import GIVE_UP_S, eventually
 
@@ -81,7 +81,7 @@ def test_every_token_drafted_ahead_is_used_or_dropped_once() -> None:
         assert sum(settled) == drafted
 
 
-class Stepping(Proposer[Any]):
+class Stepping(Drafter[Any]):
     """A stepwise kind whose steps wait until each is let go; it writes down who is in them."""
 
     kind = "stepping"
@@ -149,7 +149,7 @@ def test_an_ask_that_comes_in_the_middle_joins_the_next_step() -> None:
 
 def test_what_was_drafted_ahead_is_not_drafted_again() -> None:
     """After any commit the proposals are the kind's own, and each token of a path costs one step."""
-    proposer, alone = ScriptedProposer(acceptance=0.7), ScriptedProposer(acceptance=0.7)
+    proposer, alone = ScriptedKind(acceptance=0.7), ScriptedKind(acceptance=0.7)
 
     async def body(drafter: RunningDrafter) -> None:
         peer, rng, prefix = drafter.peer(), random.Random(2), [3, 1, 4]
@@ -182,7 +182,7 @@ def test_when_drafting_ahead_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_ahead_on("auto", "cpu")
 
 
-def with_ahead(proposer: Proposer[Any], body: Any, draft_ahead: str = "on") -> None:
+def with_ahead(proposer: Drafter[Any], body: Any, draft_ahead: str = "on") -> None:
     async def main() -> None:
         config = make_config(DrafterConfig, kind="prompt_lookup", option=VOCAB, draft_ahead=draft_ahead)
         async with running(config, proposer) as drafter:

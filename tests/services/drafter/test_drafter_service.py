@@ -17,7 +17,7 @@ import moot.runtime.faults
 from moot.core.errors import ConfigError
 from moot.core.options import make_config
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.base import Ask, Proposer
+from moot.drafters.interface import Ask, Drafter
 from moot.drafters.registry import create
 from moot.rpc.link import LinkConfig, open_channel
 from moot.testing.tiny_model import make_tiny_model
@@ -25,7 +25,7 @@ from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import token_pb2
 from services.drafter.config import DrafterConfig
-from services.drafter.serve import make_proposer
+from services.drafter.serve import make_drafter_kind
 from tests.services.drafter.drafter_driver import (
     GREEDY,
     Peer,
@@ -51,7 +51,7 @@ def config(kind: str = "prompt_lookup", option: tuple[str, ...] = VOCAB, **field
 
 
 def neural_config(folder: Path, **fields: Any) -> DrafterConfig:
-    option = ("dtype=float64", "device=cpu", "deterministic=true")
+    option = ("dtype=float64", "device=cpu", "batch_invariant=true")
     return make_config(DrafterConfig, kind="neural", model=str(folder), num_threads=1, option=option, **fields)
 
 
@@ -130,7 +130,7 @@ def test_sessions_of_two_streams_never_meet() -> None:
     with_drafter(config(), body)
 
 
-class Recording(Proposer[Any]):
+class Recording(Drafter[Any]):
     """A kind that counts how its asks come, and waits until it is let go."""
 
     kind = "recording"
@@ -182,7 +182,7 @@ def test_what_waits_is_drafted_for_together() -> None:
         assert {a.session_id: a.proposed.proposals[0].token_ids[0] for a in answers} == {n: n for n in range(1, 9)}
         assert kind.batches == [1, 5, 2]
 
-    with_drafter(config(max_batch=5), body, proposer=kind)
+    with_drafter(config(max_batch=5), body, drafter=kind)
 
 
 class Warming(Recording):
@@ -209,7 +209,7 @@ def test_an_ask_does_not_wait_until_a_new_session_is_prepared() -> None:
 
     async def body(drafter: RunningDrafter) -> None:
         peer = drafter.peer()
-        kind = drafter.proposer
+        kind = drafter.drafter
         assert isinstance(kind, Warming)
         await peer.send(open_command(1, [1]))
         await eventually(lambda: kind.calls == ["warm"])
@@ -221,7 +221,7 @@ def test_an_ask_does_not_wait_until_a_new_session_is_prepared() -> None:
         await eventually(lambda: all(session.is_warm for session in drafter.engine._table))
         assert kind.calls == ["warm", "propose", "warm", "warm"]
 
-    with_drafter(config(), body, proposer=Warming())
+    with_drafter(config(), body, drafter=Warming())
 
 
 def test_expired_and_superseded_asks_are_dropped() -> None:
@@ -247,7 +247,7 @@ def test_expired_and_superseded_asks_are_dropped() -> None:
 
     # A clock that moves on by a second whenever it is read: the deadline of a millisecond is over at once.
     seconds = itertools.count()
-    with_drafter(config(session_idle_limit_s=1e9), body, proposer=kind, clock=lambda: float(next(seconds)))
+    with_drafter(config(session_idle_limit_s=1e9), body, drafter=kind, clock=lambda: float(next(seconds)))
 
 
 def test_a_defect_of_a_kind_ends_its_sessions_only() -> None:
@@ -265,7 +265,7 @@ def test_a_defect_of_a_kind_ends_its_sessions_only() -> None:
         assert drafter.metric("moot_asks_dropped_total", reason="failed") == 1
         assert kind.closed == [[1]]
 
-    with_drafter(config(), body, proposer=kind)
+    with_drafter(config(), body, drafter=kind)
 
 
 def test_sessions_are_bounded_and_idle_ones_end() -> None:
@@ -308,7 +308,7 @@ def test_a_peer_that_floods_is_cut_off_alone() -> None:
         kind.release.set()
         assert (await good.answer()).session_id == 1
 
-    with_drafter(config(max_queued_commands=10), body, proposer=kind)
+    with_drafter(config(max_queued_commands=10), body, drafter=kind)
 
 
 def test_malformed_commands_end_the_stream_with_a_clear_status() -> None:
@@ -379,11 +379,11 @@ def test_wrong_tokenizer_or_options_are_refused_at_start(folder: Path, tmp_path:
     other.add_tokens(["extra"])
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError, match="has tokenizer"):
-        make_proposer(neural_config(folder, tokenizer=str(tmp_path / "other")))
+        make_drafter_kind(neural_config(folder, tokenizer=str(tmp_path / "other")))
     with pytest.raises(ConfigError, match="unknown option of drafter kind suffix: nope"):
-        make_proposer(config("suffix", (*VOCAB, "nope=1")))
+        make_drafter_kind(config("suffix", (*VOCAB, "nope=1")))
     with pytest.raises(ConfigError, match="needs option vocab_size"):
-        make_proposer(config("suffix", ()))
+        make_drafter_kind(config("suffix", ()))
     with pytest.raises(ConfigError, match="name=value"):
         config("suffix", ("vocab_size",))
 
@@ -413,13 +413,13 @@ def test_neural_drafts_for_many_streams_as_alone(folder: Path) -> None:
             for n in prompts:
                 group.create_task(talk(n))
         await eventually(lambda: drafter.engine.num_sessions == 0)
-        assert drafter.proposer.kv_used_tokens == 0  # type: ignore[attr-defined]
+        assert drafter.drafter.kv_used_tokens == 0  # type: ignore[attr-defined]
 
     with_drafter(neural_config(folder), body)
 
 
 def make_options(folder: Path) -> dict[str, object]:
-    return {"model": folder, "dtype": "float64", "device": "cpu", "deterministic": True, "num_threads": 1}
+    return {"model": folder, "dtype": "float64", "device": "cpu", "batch_invariant": True, "num_threads": 1}
 
 
 def test_draft_ahead_has_the_next_proposal_ready(folder: Path) -> None:

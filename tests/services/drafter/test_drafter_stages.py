@@ -10,15 +10,15 @@ import pytest
 
 from moot.core.errors import ConfigError
 from moot.core.options import make_config
-from moot.drafters.base import Ask
+from moot.drafters.interface import Ask
 from moot.drafters.registry import REQUEST_KINDS, create
 from moot.testing.tiny_model import make_tiny_model
 from services.drafter.config import DrafterConfig
-from services.drafter.serve import make_proposer
+from services.drafter.serve import make_drafter_kind
 from tests.services.drafter.drafter_driver import GREEDY, RunningDrafter, open_command, propose_command, running
 from tests.waiting import eventually
 
-FIXED = ("dtype=float64", "device=cpu", "deterministic=true")
+FIXED = ("dtype=float64", "device=cpu", "batch_invariant=true")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
-    return create("neural", {"model": folder, "dtype": "float64", "device": "cpu", "deterministic": True})
+    return create("neural", {"model": folder, "dtype": "float64", "device": "cpu", "batch_invariant": True})
 
 
 @pytest.mark.parametrize("draft_ahead", ["on", "off"])
@@ -73,4 +73,4 @@ def test_a_staged_service_proposes_what_the_draft_model_would(folder: Path, alon
 def test_a_kind_that_lives_from_requests_is_no_service(kind: str) -> None:
     """It would abstain for ever: what it needs never leaves the router."""
     with pytest.raises(ConfigError, match="the router runs it itself"):
-        make_proposer(make_config(DrafterConfig, kind=kind, option=("vocab_size=50",)))
+        make_drafter_kind(make_config(DrafterConfig, kind=kind, option=("vocab_size=50",)))

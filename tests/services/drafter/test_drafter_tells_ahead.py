@@ -7,8 +7,8 @@ import random
 from collections.abc import Awaitable, Callable
 
 from moot.core.options import make_config
-from moot.drafters.base import Ask
-from moot.testing.proposer import ScriptedProposer
+from moot.drafters.interface import Ask
+from moot.testing.scripted_kind import ScriptedKind
 from services.drafter.config import DrafterConfig
 from tests.services.drafter.drafter_driver import GREEDY, RunningDrafter, open_command, propose_command, running
 from tests.waiting import eventually
@@ -20,7 +20,7 @@ K = 3
 def with_ahead(body: Callable[[RunningDrafter], Awaitable[None]]) -> None:
     async def main() -> None:
         config = make_config(DrafterConfig, kind="prompt_lookup", option=("vocab_size=257",), draft_ahead="on")
-        async with running(config, ScriptedProposer(acceptance=0.8)) as drafter:
+        async with running(config, ScriptedKind(acceptance=0.8)) as drafter:
             await body(drafter)
 
     asyncio.run(main())
@@ -28,7 +28,7 @@ def with_ahead(body: Callable[[RunningDrafter], Awaitable[None]]) -> None:
 
 def own(prefix: list[int], count: int) -> list[int]:
     """What the kind says after `prefix`."""
-    alone = ScriptedProposer(acceptance=0.8)
+    alone = ScriptedKind(acceptance=0.8)
     ((chain,),) = alone.propose([Ask(alone.open(prefix, GREEDY), count)])
     return list(chain.token_ids)
 

@@ -220,7 +220,7 @@ def test_router_config_reaches_every_policy() -> None:
     config = load_config(RouterConfig, argv, {"MOOT_EJECT_S": "7", "MOOT_REDIS_URL": "redis://h:1/0"})
     assert config.http.served_model_names == ("folder",)
     assert config.verifiers == ("h:1", "h:2")
-    assert config.ballot_policy.hard_deadline_s == 0.07
+    assert config.collection_policy.hard_deadline_s == 0.07
     assert config.target_policy.max_moves == 5
-    assert config.strike_policy.eject_s == 7
+    assert config.ejection_policy.eject_s == 7
     assert config.store.url == "redis://h:1/0"

@@ -56,13 +56,13 @@ def make_engine(loaded_model: Callable[..., LoadedModel]) -> Iterator[MakeEngine
         family: str = "llama",
         dtype: str = "float64",
         *,
-        deterministic: bool = False,
+        batch_invariant: bool = False,
         pages: int = 64,
         start: bool = False,
         model: dict[str, Any] | None = None,
         **options: Any,
     ) -> Engine:
-        runner = plain_runner(loaded_model(family, dtype, **(model or {})), pages * 512, deterministic)
+        runner = plain_runner(loaded_model(family, dtype, **(model or {})), pages * 512, batch_invariant)
         engine = Engine(runner, make_config(VerifierConfig, model="tiny", **options))
         engines.append(engine)
         if start:

@@ -47,7 +47,7 @@ class LocalSession:
         num_inside_tokens: int = 0,
         timeout_s: float = 60.0,
     ) -> None:
-        """`num_inside_tokens`: asked of the drafters inside the verifier with every command."""
+        """`num_inside_tokens`: asked of the drafters attached to the verifier with every command."""
         self.session_id = next(_session_ids)
         self.length = len(prompt_token_ids) + len(output_token_ids)
         self._engine = engine

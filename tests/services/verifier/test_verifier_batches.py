@@ -64,7 +64,12 @@ def _watch(engine: Engine, preempted: list[Any]) -> None:
 def check(make_engine: MakeEngine, way: str, seeds: Sequence[int]) -> None:
     """Plain texts; then drafted ones, many at once: of a wide pool, and of one so small that requests lose their slots
     and get others."""
-    options: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True, "max_num_seqs": 32, "prefix_cache_tokens": 0}
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "batch_invariant": True,
+        "max_num_seqs": 32,
+        "prefix_cache_tokens": 0,
+    }
     options["model"] = WAYS[way]
     plain = make_engine(**options)
     assert way in plain.runner.way or (way == "torch" and "kernels" not in plain.runner.way)

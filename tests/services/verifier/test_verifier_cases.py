@@ -27,7 +27,7 @@ from moot.model.runner import ModelRunner
 from moot.runtime import faults
 from services.verifier.commands import Abort, Answer, Failed, Finish, Open, Opened, Verified, Verify
 from services.verifier.engine import Engine
-from services.verifier.sessions import Work
+from services.verifier.sessions import PendingWork
 from tests.services.verifier.verifier_driver import MakeEngine, Result, Script, play, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -58,7 +58,7 @@ def chain_after(text: tuple[int, ...], k: int) -> object:
 
 def test_c01_equal_maxima_are_broken_alike_on_both_paths(make_engine: MakeEngine) -> None:
     """Two ids with the same highest logit: the lowest wins, drafted or not, in float32."""
-    engine = make_engine(dtype="float32", deterministic=True)
+    engine = make_engine(dtype="float32", batch_invariant=True)
     with torch.inference_mode():
         head = engine.runner.loaded.model.get_output_embeddings().weight
         saved = head.clone()
@@ -95,9 +95,9 @@ def test_c04_rows_of_a_ragged_batch_do_not_leak(make_engine: MakeEngine) -> None
     alone = [one(engine, prompt, own) for prompt, own in jobs]
     scripts = [Script(alone[n].output_token_ids, (0, 3, 7)[n % 3], random.Random(n)) for n in range(32)]
     plays = [play(prompt, own, script) for (prompt, own), script in zip(jobs, scripts, strict=True)]
-    together = run(engine, plays, at_once=32)
-    assert max(one.batch_requests for result in together for one in result.verifications) >= 30
-    for ours, theirs in zip(together, alone, strict=True):
+    batched = run(engine, plays, at_once=32)
+    assert max(one.batch_requests for result in batched for one in result.verifications) >= 30
+    for ours, theirs in zip(batched, alone, strict=True):
         assert ours.output_token_ids == theirs.output_token_ids
         for left, right in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert left.logprob == pytest.approx(right.logprob, abs=1e-5)
@@ -169,7 +169,7 @@ def test_c07_malformed_drafts_are_refused_and_harm_nobody(make_engine: MakeEngin
 
 def test_c07_padding_ids_never_come_out(make_engine: MakeEngine) -> None:
     """The model's vocabulary is larger than the tokenizer's: however likely, its padding is never sampled."""
-    engine = make_engine(dtype="float32", deterministic=True)
+    engine = make_engine(dtype="float32", batch_invariant=True)
     with torch.inference_mode():
         head = engine.runner.loaded.model.get_output_embeddings().weight
         saved = head[259:].clone()
@@ -233,7 +233,7 @@ def test_c11_the_context_limit_ends_the_text(make_engine: MakeEngine) -> None:
 def test_c11_nodes_that_cannot_matter_take_no_row() -> None:
     """Of a tree only the nodes after which a token may still come are fed: depth below max_new - 1."""
     draft = Draft((1, 2, 3, 4, 5), (-1, 0, -1, 1, 2))
-    works = [Work.verification(draft, max_new, 0, 0) for max_new in (1, 2, 3, 4)]
+    works = [PendingWork.verification(draft, max_new, 0, 0) for max_new in (1, 2, 3, 4)]
     assert [work.fed_nodes for work in works] == [(), (0, 2), (0, 1, 2, 4), (0, 1, 2, 3, 4)]
     assert [work.num_fed_levels for work in works] == [0, 1, 2, 3]
 

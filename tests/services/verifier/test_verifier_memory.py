@@ -50,7 +50,7 @@ def texts(results: list[Result]) -> list[tuple[int, ...]]:
 def test_a_batch_of_eight_with_room_for_three_finishes_right(make_engine: MakeEngine, set_faults: SetFaults) -> None:
     """Passes of more than three tokens fail with all caches grown and a layer written: prompts are read in pieces,
     batches halved, drafts left out, and all eight texts are those of an engine with memory."""
-    engine = make_engine(deterministic=True, dtype="float32")
+    engine = make_engine(batch_invariant=True, dtype="float32")
     expected = [plain(engine, number) for number in range(8)]
     set_faults("verifier.forward=memory:3")
     drafts = [Script(text, 6, random.Random(number)) for number, text in enumerate(expected)]
@@ -62,8 +62,8 @@ def test_a_batch_of_eight_with_room_for_three_finishes_right(make_engine: MakeEn
 
 
 def test_the_one_request_that_never_finds_memory_fails_alone(make_engine: MakeEngine, set_faults: SetFaults) -> None:
-    """It is told why; before, what can be spared was given up. Those in its batch notice nothing; nothing stays."""
-    engine = make_engine(deterministic=True, dtype="float32", prefix_block_tokens=8)
+    """It is told why; before, what can be skipped was given up. Those in its batch notice nothing; nothing stays."""
+    engine = make_engine(batch_invariant=True, dtype="float32", prefix_block_tokens=8)
     expected = [plain(engine, number) for number in range(8)]
     assert len(engine.serving.sharing.cache) > 0
     set_faults("verifier.forward=memory:0@huge")
@@ -80,7 +80,7 @@ def test_the_one_request_that_never_finds_memory_fails_alone(make_engine: MakeEn
 
 def test_a_cache_that_cannot_grow_fails_its_request_alone(make_engine: MakeEngine, set_faults: SetFaults) -> None:
     """KV beyond 256 slots is not to be had: the long request fails when it gets there, the short ones finish."""
-    engine = make_engine(deterministic=True, dtype="float32", prefix_cache_tokens=0)
+    engine = make_engine(batch_invariant=True, dtype="float32", prefix_cache_tokens=0)
     expected = [plain(engine, number) for number in range(3)]
     set_faults("kv.allocate=memory:256")
     results = run(engine, [*(play(prompt_of(n), PARAMS[n]) for n in range(3)), play(prompt_of(3, 600), PARAMS[3])])
@@ -92,7 +92,7 @@ def test_a_cache_that_cannot_grow_fails_its_request_alone(make_engine: MakeEngin
 
 def test_a_known_prefix_without_memory_is_computed_anew(make_engine: MakeEngine, set_faults: SetFaults) -> None:
     """Copying shared blocks in finds no memory, nor does sharing one's own: both cost time, and no text."""
-    engine = make_engine(deterministic=True, dtype="float32", prefix_block_tokens=16)
+    engine = make_engine(batch_invariant=True, dtype="float32", prefix_block_tokens=16)
     expected = plain(engine, 1, 300)
     assert len(engine.serving.sharing.cache) > 0
     answers: list[Result] = []
@@ -171,7 +171,7 @@ def test_a_drafter_inside_without_memory_abstains(make_engine: MakeEngine, set_f
     assert outputs[0] == outputs[1]
     assert (0, True) not in said
     assert counted(engine, "drafter") >= 3
-    assert [one.drafter_id for one in engine.serving.inside.drafters] == ["lookahead"]
+    assert [one.drafter_id for one in engine.serving.attached.drafters] == ["lookahead"]
 
 
 def test_what_real_allocators_say_is_understood() -> None:

@@ -13,7 +13,7 @@ from moot.core.errors import RequestPoisoned
 from moot.core.options import make_config
 from moot.core.types import Draft, SamplingParams
 from moot.model.backend import plain_runner
-from moot.model.gpu.runner import GpuRunner
+from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.loading.load import LoadedModel
 from moot.runtime import faults
 from services.verifier.config import VerifierConfig

@@ -15,7 +15,7 @@ from moot.model.backend import plain_runner
 from moot.model.loading.load import LoadedModel
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
-from services.verifier.sessions import Session, Work
+from services.verifier.sessions import PendingWork, Session
 from services.verifier.step import StepRunner
 from services.verifier.walks import Walks, row_of_nodes
 from tests.services.verifier.verifier_driver import MakeEngine, Suite, coverage, make_suite
@@ -63,7 +63,7 @@ def wrong_rule(
     """Walks that differ from the real one in one place."""
 
     class Mutant(Walks):
-        def walk(self, session: Session, work: Work, logits: object) -> tuple[Walk, list[int]]:
+        def walk(self, session: Session, work: PendingWork, logits: object) -> tuple[Walk, list[int]]:
             row_of, draft = row_of_nodes(work), work.draft
             parents = set(draft.parents)
             rows: list[int] = []

@@ -31,7 +31,7 @@ def make_poisoned(make_engine: MakeEngine) -> MakeEngine:
     return make
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(
     "draft",
     [
@@ -42,9 +42,11 @@ def make_poisoned(make_engine: MakeEngine) -> MakeEngine:
     ],
     ids=["chain", "end of a chain", "sibling", "child"],
 )
-def test_a_poisonous_draft_token_changes_no_text(make_poisoned: MakeEngine, deterministic: bool, draft: Draft) -> None:
+def test_a_poisonous_draft_token_changes_no_text(
+    make_poisoned: MakeEngine, batch_invariant: bool, draft: Draft
+) -> None:
     """Masked slots that are not finite make every row of their request NaN: the round is decided without a draft."""
-    engine = make_poisoned(deterministic=deterministic)
+    engine = make_poisoned(batch_invariant=batch_invariant)
     plain, drafted = run(engine, [play((1, 2, 3), GREEDY), play((1, 2, 3), GREEDY, lambda _: draft)])
     assert plain.failure is drafted.failure is None
     assert drafted.output_token_ids == plain.output_token_ids
@@ -52,7 +54,7 @@ def test_a_poisonous_draft_token_changes_no_text(make_poisoned: MakeEngine, dete
 
 def test_what_a_poisonous_draft_left_behind_a_page_border_changes_no_text(make_poisoned: MakeEngine) -> None:
     """A slot of the next page is not attended to at once; when the text gets there it must not have been kept."""
-    engine = make_poisoned(deterministic=True)
+    engine = make_poisoned(batch_invariant=True)
     prompt = tuple(index % 250 + 8 for index in range(470))
     drafts = {1: Draft.chain((*(8,) * 50, POISON))}
     params = replace(GREEDY, max_tokens=60)

@@ -14,13 +14,13 @@ from moot.core.options import make_config
 from moot.core.types import SamplingParams
 from moot.model.backend import plain_runner
 from moot.model.decoder.products import can_pack
-from moot.model.gpu.runner import GpuRunner
+from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.loading.load import load_model
 from moot.model.runner import ModelRunner
 from moot.testing.tiny_model import make_tiny_model
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
-from tests.services.verifier.test_verifier_inside import cases, play_inside
+from tests.services.verifier.test_verifier_attached import cases, play_inside
 from tests.services.verifier.verifier_driver import Case, MakeEngine, play, run
 
 packs = can_pack(torch.bfloat16, torch.device("cpu"))
@@ -69,10 +69,10 @@ def test_without_idle_layers_it_says_what_the_target_says(idle_layers: Path, kin
 @pytest.mark.skipif(not packs, reason="needs bfloat16 products")
 @pytest.mark.parametrize("skip", ["1", "0+2", "1+2+3"])
 def test_texts_are_plain_ones_whatever_is_left_out(make_engine: MakeEngine, skip: str) -> None:
-    """Bit by bit in deterministic mode, beside lookahead, whose guesses share the steps: what drafting leaves behind
+    """Bit by bit in batch-invariant mode, beside lookahead, whose guesses share the steps: what drafting leaves behind
     in a cache reaches nobody."""
     everything = cases(12)
-    options: dict[str, Any] = {"deterministic": True, "model": {"layers": 4}}
+    options: dict[str, Any] = {"batch_invariant": True, "model": {"layers": 4}}
     plain = run(make_engine("llama", "bfloat16", **options), [play(one.prompt, one.params) for one in everything])
     engine = make_engine("llama", "bfloat16", **options, drafters=(f"self:skip={skip}", "lookahead"))
     results = run(engine, [play_inside(one, 2, ("self", "lookahead")) for one in everything])
@@ -80,7 +80,7 @@ def test_texts_are_plain_ones_whatever_is_left_out(make_engine: MakeEngine, skip
         assert (found.output_token_ids, found.finish_reason) == (expected.output_token_ids, expected.finish_reason)
     said = {proposal.drafter_id for one in results for answer in one.verifications for proposal in answer.proposals}
     assert "self" in said
-    assert len(engine.serving.inside.drafters) == 2
+    assert len(engine.serving.attached.drafters) == 2
 
 
 def test_what_cannot_be_is_refused_at_the_start(make_engine: MakeEngine) -> None:

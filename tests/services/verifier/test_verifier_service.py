@@ -19,8 +19,8 @@ import pytest
 
 from moot.core.types import Draft, FinishReason, SamplingParams
 from moot.rpc import convert
+from moot.rpc.grpc_server import GrpcServer
 from moot.rpc.link import STREAM_ERRORS, LinkConfig, open_channel
-from moot.rpc.server import GrpcServer
 from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc as pb_grpc
 from services.verifier.engine import Engine

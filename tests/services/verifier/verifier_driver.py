@@ -297,11 +297,11 @@ def coverage(suite: Suite, results: Sequence[Result]) -> Counter[str]:
                 seen["accepted_later_sibling"] += children[0] != node
             if one.num_accepted == depth:
                 seen["all_accepted"] += 1
-            inside = one.num_accepted < depth and one.num_accepted == len(one.output_token_ids)
+            attached = one.num_accepted < depth and one.num_accepted == len(one.output_token_ids)
             last = one.output_token_ids[-1] if one.output_token_ids else -1
-            if one.finish_reason is FinishReason.STOP and inside:
+            if one.finish_reason is FinishReason.STOP and attached:
                 seen["stop_id_inside" if last in params.stop_token_ids else "end_inside"] += 1
-            if one.finish_reason is FinishReason.LENGTH and inside:
+            if one.finish_reason is FinishReason.LENGTH and attached:
                 seen["max_tokens_inside"] += 1
             if params.ignore_eos and 258 in one.output_token_ids[: one.num_accepted] and one.finish_reason is None:
                 seen["eos_passed_over"] += 1

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from lab.bench.peers.children.lines import Answer, serve
+from lab.bench.peers.children.lines import StreamedAnswer, serve
 
 PAGE_SIZE, PAGES = 256, 128
 """Room for 16 requests of 2,048 tokens. Left alone, the cache takes most of the machine's memory at each start."""
@@ -30,10 +30,10 @@ def main(folder: str, threads: int) -> None:
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=sizes)
     manager.start()
 
-    def answer(request: dict[str, Any]) -> list[Answer]:
+    def answer(request: dict[str, Any]) -> list[StreamedAnswer]:
         started = time.perf_counter()
         asked = manager.add_requests(request["prompts"], max_new_tokens=request["max_tokens"], record_timestamps=True)
-        done: dict[str, Answer] = {}
+        done: dict[str, StreamedAnswer] = {}
         while len(done) < len(asked):
             result = manager.get_result(timeout=RESULT_TIMEOUT_S)
             if result is None:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Answer = dict[str, Any]
+StreamedAnswer = dict[str, Any]
 
 
 class Clock:
@@ -30,12 +30,12 @@ class Clock:
         if self._first_s is None:
             self._first_s = time.perf_counter() - self._started
 
-    def answer(self, token_ids: Sequence[int]) -> Answer:
+    def answer(self, token_ids: Sequence[int]) -> StreamedAnswer:
         total_s = time.perf_counter() - self._started
         return {"token_ids": list(token_ids), "first_s": self._first_s or total_s, "total_s": total_s}
 
 
-def serve(answer: Callable[[dict[str, Any]], list[Answer]], **ready: Any) -> None:
+def serve(answer: Callable[[dict[str, Any]], list[StreamedAnswer]], **ready: Any) -> None:
     """Answer until stdin ends. An error of one request is told in its answer, and the next one is tried."""
     _say({"ready": True, **ready})
     for line in sys.stdin:

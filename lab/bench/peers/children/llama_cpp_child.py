@@ -10,7 +10,7 @@ import llama_cpp
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from lab.bench.peers.children.lines import Answer, Clock, serve
+from lab.bench.peers.children.lines import Clock, StreamedAnswer, serve
 
 CONTEXT = 2048
 PROMPT_LOOKUP_TOKENS = 10
@@ -34,13 +34,13 @@ def main(folder: str, threads: int) -> None:
             )
         return made[variant]
 
-    def answer(request: dict[str, Any]) -> list[Answer]:
+    def answer(request: dict[str, Any]) -> list[StreamedAnswer]:
         return [one(model(request["variant"]), request, prompt) for prompt in request["prompts"]]
 
     serve(answer, versions={"llama-cpp-python": llama_cpp.__version__})
 
 
-def one(model: Llama, request: dict[str, Any], prompt: list[int]) -> Answer:
+def one(model: Llama, request: dict[str, Any], prompt: list[int]) -> StreamedAnswer:
     # The cache of the prompt before would be reused where it begins alike.
     model.reset()
     clock = Clock(time.perf_counter())

@@ -10,8 +10,8 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lab.bench.peers.children.lines import Answer, serve
-from moot.client import Answer as Streamed
+from lab.bench.peers.children.lines import StreamedAnswer, serve
+from moot.client import StreamedAnswer as Streamed
 from moot.commands.common import say
 from moot.commands.system import SystemConfig, running
 
@@ -27,7 +27,7 @@ def main(threads: int) -> None:
     ):
         model = system.client.models()[0]
 
-        def ask(started: float, request: dict[str, Any], text: str) -> Answer:
+        def ask(started: float, request: dict[str, Any], text: str) -> StreamedAnswer:
             body = {
                 "model": model,
                 "messages": [{"role": "user", "content": text}],
@@ -71,7 +71,7 @@ def main(threads: int) -> None:
                 raise ValueError(f"the server's prompt is not the one that the others get: {counts}, {ids}")
             same.add(tuple(prompt))
 
-        def answer(request: dict[str, Any]) -> list[Answer]:
+        def answer(request: dict[str, Any]) -> list[StreamedAnswer]:
             system.supervisor.check()
             for text, prompt in zip(request["texts"], request["prompts"], strict=True):
                 check(text, prompt)

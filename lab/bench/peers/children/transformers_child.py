@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from lab.bench.peers.children.lines import Answer, Clock, serve
+from lab.bench.peers.children.lines import Clock, StreamedAnswer, serve
 
 PROMPT_LOOKUP_TOKENS = 10
 
@@ -42,14 +42,14 @@ def main(folder: str, threads: int, assistant: str) -> None:
         "assistant": {"assistant_model": draft},
     }
 
-    def answer(request: dict[str, Any]) -> list[Answer]:
+    def answer(request: dict[str, Any]) -> list[StreamedAnswer]:
         extra = speculation.get(request["variant"], {})
         return [one(model, request, prompt, extra) for prompt in request["prompts"]]
 
     serve(answer, versions={"transformers": transformers.__version__, "torch": torch.__version__})
 
 
-def one(model: Any, request: dict[str, Any], prompt: list[int], extra: dict[str, Any]) -> Answer:
+def one(model: Any, request: dict[str, Any], prompt: list[int], extra: dict[str, Any]) -> StreamedAnswer:
     clock = Clock(time.perf_counter())
     ids = torch.tensor([prompt])
     with torch.inference_mode():

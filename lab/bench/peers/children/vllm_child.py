@@ -11,7 +11,7 @@ from typing import Any
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 
-from lab.bench.peers.children.lines import Answer, Clock, serve
+from lab.bench.peers.children.lines import Clock, StreamedAnswer, serve
 
 NUM_SPECULATIVE_TOKENS = 5
 NGRAM = {
@@ -40,7 +40,7 @@ def main(folder: str, threads: int, mode: str) -> None:
     engine = model.llm_engine
     names = (str(number) for number in itertools.count())
 
-    def answer(request: dict[str, Any]) -> list[Answer]:
+    def answer(request: dict[str, Any]) -> list[StreamedAnswer]:
         params = SamplingParams(
             temperature=0, max_tokens=request["max_tokens"], stop_token_ids=request["stop_token_ids"], detokenize=False
         )
@@ -49,7 +49,7 @@ def main(folder: str, threads: int, mode: str) -> None:
         for name, prompt in zip(asked, request["prompts"], strict=True):
             engine.add_request(name, {"prompt_token_ids": prompt}, params)
         clocks = {name: Clock(started) for name in asked}
-        done: dict[str, Answer] = {}
+        done: dict[str, StreamedAnswer] = {}
         while engine.has_unfinished_requests():
             for output in engine.step():
                 token_ids = output.outputs[0].token_ids

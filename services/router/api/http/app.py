@@ -29,17 +29,17 @@ from moot.core.errors import Draining, ModelNotFound, MootError
 from moot.runtime.logs import request_id_var
 from moot.runtime.metrics import Metrics
 from moot.runtime.tracing import Tracing, checked_traceparent, traceparent_var
-from services.router.api import errors
+from services.router.api import error_responses as errors
 from services.router.api.admission import Admission
 from services.router.api.auth import ApiKeys
 from services.router.api.choices import Front
-from services.router.api.errors import ClientGone
+from services.router.api.error_responses import ClientGone
 from services.router.api.http.docs_page import POLICY, page
 from services.router.api.http.endpoint import GenerationEndpoint
 from services.router.api.http.openapi import document
 from services.router.api.settings import FrontState, HttpSettings
-from services.router.api.tokenizer import PromptTokenizer
-from services.router.generation.types import Generator
+from services.router.api.tokenization import PromptTokenizer
+from services.router.generation.request_types import Generator
 
 log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

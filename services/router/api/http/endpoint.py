@@ -22,15 +22,15 @@ from starlette.types import Receive, Scope, Send
 from moot.core.errors import BodyTooLarge, DeadlineExceeded, InvalidRequest, MootError
 from moot.core.types import ModelInfo
 from moot.runtime.patience import Patience
-from services.router.api import errors
+from services.router.api import error_responses as errors
 from services.router.api.admission import Ticket
 from services.router.api.bodies import parse_json_object
 from services.router.api.choices import Choice, Front, enqueue, run_choices
-from services.router.api.errors import Attempt, ClientGone
+from services.router.api.error_responses import Attempt, ClientGone
 from services.router.api.http.replies import ChatReply, CompletionReply, Envelope, Reply
 from services.router.api.requests import CommonBody, parse_chat, parse_completion, plan_requests
 from services.router.api.text import IncrementalText, StopStrings
-from services.router.generation.types import GenerationChunk, GenerationRequest
+from services.router.generation.request_types import GenerationChunk, GenerationRequest
 
 ResultT = TypeVar("ResultT")
 DONE = b"data: [DONE]\n\n"

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from moot.core.types import TokenLogprobs
 from services.router.api.choices import Choice
 from services.router.api.requests import CommonBody
-from services.router.api.tokenizer import TokenBytes
-from services.router.generation.types import DrafterMetrics, GenerationChunk
+from services.router.api.tokenization import TokenBytes
+from services.router.generation.request_types import DrafterMetrics, GenerationChunk
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""

@@ -18,9 +18,9 @@ from moot.core.types import FinishReason, ModelInfo, TokenLogprobs
 from moot.runtime.metrics import Metrics
 from services.router.api.auth import ApiKeys
 from services.router.api.http.app import create_app
-from services.router.api.http.server import serve_http
+from services.router.api.http.http_server import serve_http
 from services.router.api.settings import HttpSettings, StaticFrontState
-from services.router.generation.types import (
+from services.router.generation.request_types import (
     DrafterMetrics,
     GenerationChunk,
     GenerationMetrics,

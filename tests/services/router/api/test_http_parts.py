@@ -23,9 +23,9 @@ from moot.core.errors import (
 from moot.runtime.metrics import Metrics
 from services.router.api.admission import Admission
 from services.router.api.auth import ApiKeys, key_hash
-from services.router.api.http.server import serve_http
+from services.router.api.http.http_server import serve_http
 from services.router.api.settings import HttpSettings
-from services.router.api.tokenizer import PromptTokenizer
+from services.router.api.tokenization import PromptTokenizer
 from tests.services.router.api.http_fakes import LiveServer, ScriptedGenerator, byte_level_tokenizer, saying
 from tests.waiting import GIVE_UP_S
 
@@ -141,7 +141,7 @@ def test_the_front_needs_no_torch() -> None:
     """The router's image has none; using a tokenizer must not load it either."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from tests.services.router.api.http_fakes import *;"
-        "import services.router.api.tokenizer as t;"
+        "import services.router.api.tokenization as t;"
         "t.TokenBytes(byte_level_tokenizer()); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(Path(__file__).parents[4])], check=True, timeout=GIVE_UP_S)

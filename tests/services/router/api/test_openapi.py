@@ -195,12 +195,12 @@ def edges(schema: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
                 if high := one.get("maxLength"):
                     yield from (("x" * high, True), ("x" * (high + 1), False), ("é" * high, True))
             case "array" if "properties" not in resolve(one["items"]):
-                inside = next(value for value, good in edges(one["items"]) if good)
+                attached = next(value for value, good in edges(one["items"]) if good)
                 if low := one.get("minItems"):
-                    yield from (([inside] * low, True), ([], False))
+                    yield from (([attached] * low, True), ([], False))
                 if high := one.get("maxItems"):
-                    yield from (([inside] * high, True), ([inside] * (high + 1), False))
-                yield from (([inside, value], good) for value, good in edges(one["items"]))
+                    yield from (([attached] * high, True), ([attached] * (high + 1), False))
+                yield from (([attached, value], good) for value, good in edges(one["items"]))
             case "object" if "maxProperties" in one:
                 high = one["maxProperties"]
                 yield from (({str(i): 0 for i in range(high)}, True), ({str(i): 0 for i in range(high + 1)}, False))

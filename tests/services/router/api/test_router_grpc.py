@@ -31,11 +31,11 @@ from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc, token_pb2
 from services.router.api.auth import ApiKeys
 from services.router.api.choices import Choice, Front
-from services.router.api.errors import describe
+from services.router.api.error_responses import describe
 from services.router.api.grpc import RouterServicer, _response
 from services.router.api.http.app import create_app
 from services.router.api.settings import HttpSettings, StaticFrontState
-from services.router.generation.types import GenerationChunk
+from services.router.generation.request_types import GenerationChunk
 from services.router.store import StoreConfig, open_store
 from tests.services.router.generation.rounds_rig import Rig, request, rig
 from tests.waiting import GIVE_UP_S, eventually
@@ -69,7 +69,7 @@ async def served(keys: ApiKeys | None = None, store: Any = None, **settings: Any
     verifier.step_s = 0.001
     drafters = {"good": [ScriptedDrafter(TEXT, spoil=0.3)]}
     async with rig(text=TEXT, verifiers=[verifier], drafters=drafters, store=store) as router:
-        state = StaticFrontState(router.targets.info, drafters=router.electorate.drafter_ids)
+        state = StaticFrontState(router.targets.info, drafters=router.drafter_set.drafter_ids)
         http = HttpSettings(served_model_names=("scripted",), **settings)
         app = create_app(router.rounds, TOKENIZER, http, state=state, metrics=router.metrics, api_keys=keys)
         servicer = RouterServicer(app.state.front, keys or ApiKeys())

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moot.core.errors import ConfigError
 from services.router.api.text import IncrementalText, StopStrings
-from services.router.api.tokenizer import TokenBytes
+from services.router.api.tokenization import TokenBytes
 from tests.services.router.api.http_fakes import END, byte_fallback_tokenizer, byte_level_tokenizer
 
 KINDS = {"byte_level": byte_level_tokenizer, "byte_fallback": byte_fallback_tokenizer}

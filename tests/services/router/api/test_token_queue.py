@@ -12,7 +12,7 @@ from moot.runtime.metrics import Metrics
 from services.router.api.admission import MOST_RETRY_S, Admission, QueueLimits, ServiceRate, TokenQueue
 from services.router.api.choices import ChunkQueue, size_of
 from services.router.api.settings import HttpSettings
-from services.router.generation.types import GenerationChunk, Places
+from services.router.generation.request_types import GenerationChunk, Places
 
 
 class Clock:

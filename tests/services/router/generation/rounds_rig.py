@@ -7,21 +7,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moot.core.speculation.ballots import BallotPolicy
+from moot.core.speculation.ballots import CollectionPolicy
 from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.types import FinishReason, SamplingParams
 from moot.runtime.metrics import Metrics
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, byte_tokenizer
 from services.router.api.text import IncrementalText, StopStrings
-from services.router.api.tokenizer import TokenBytes
-from services.router.generation.electorate import Electorate
+from services.router.api.tokenization import TokenBytes
+from services.router.generation.drafter_set import DrafterSet
+from services.router.generation.request_types import GenerationChunk, GenerationMetrics, GenerationRequest
 from services.router.generation.rounds import Rounds, ServedModel
-from services.router.generation.types import GenerationChunk, GenerationMetrics, GenerationRequest
 from services.router.peers.drafter_pools import DrafterPool
 from services.router.peers.links import LinkPolicy, PeerState
-from services.router.peers.strikes import StrikePolicy
+from services.router.peers.outlier_ejection import EjectionPolicy
 from services.router.peers.targets import VerifierPool
-from services.router.peers.verifiers import TargetPolicy
+from services.router.peers.verifier_link import TargetPolicy
 from services.router.store import MemoryStore
 from tests.waiting import GIVE_UP_S, eventually
 
@@ -38,13 +38,13 @@ TARGET = TargetPolicy(
     open_timeout_s=GIVE_UP_S,
     verify_timeout_s=GIVE_UP_S,
     no_verifier_wait_s=GIVE_UP_S,
-    probation_wait_s=1.0,
+    suspect_wait_s=1.0,
 )
 WATCHFUL_TARGET = replace(TARGET, heartbeat_interval_s=0.25, max_missed_heartbeats=3)
 """For the rules of heartbeats."""
-BALLOT = BallotPolicy(soft_deadline_ms=GIVE_UP_S * 1000, hard_deadline_ms=GIVE_UP_S * 1000)
+BALLOT = CollectionPolicy(soft_deadline_ms=GIVE_UP_S * 1000, hard_deadline_ms=GIVE_UP_S * 1000)
 """Nobody is late on a loaded machine; a round goes on when all have answered."""
-QUICK_BALLOT = BallotPolicy(soft_deadline_ms=50, hard_deadline_ms=100)
+QUICK_BALLOT = CollectionPolicy(soft_deadline_ms=50, hard_deadline_ms=100)
 """Where a drafter is late on purpose."""
 
 
@@ -74,7 +74,7 @@ class Rig:
     drafters: dict[str, list[ScriptedDrafter]]
     targets: VerifierPool
     pools: dict[str, DrafterPool]
-    electorate: Electorate
+    drafter_set: DrafterSet
     rounds: Rounds
     metrics: Metrics
     store: Any
@@ -148,14 +148,14 @@ async def rig(
     text: ScriptedText | None = None,
     verifiers: Sequence[ScriptedVerifier] | None = None,
     drafters: dict[str, list[ScriptedDrafter]] | None = None,
-    ballots: BallotPolicy = BALLOT,
-    strikes: StrikePolicy | None = None,
+    tries: CollectionPolicy = BALLOT,
+    failures: EjectionPolicy | None = None,
     link: LinkPolicy = LINK,
     target: TargetPolicy = TARGET,
     verifier_addresses: Sequence[str] | None = None,
     wait_for_drafters: bool = True,
     store: Any = None,
-    max_buffered_spans: int = 64,
+    max_buffered_commits: int = 64,
     **policy: Any,
 ) -> AsyncIterator[Rig]:
     text = text or ScriptedText()
@@ -170,32 +170,32 @@ async def rig(
         target,
         "scripted",
         metrics,
-        on_inside=lambda one: electorate.admit_inside(one.drafter_id, one.family),
+        on_attached=lambda one: drafter_set.admit_attached(one.drafter_id, one.family),
     )
     chosen = {"num_speculative_tokens": 6, "length": "fixed", "shape": "chain", "asks": "all"} | policy
     bundle = make_policy(SpeculationOptions(**chosen))
-    electorate = Electorate(bundle, ballots, metrics)
+    drafter_set = DrafterSet(bundle, tries, metrics)
     pools = {
         drafter_id: DrafterPool(
             drafter_id,
             link,
-            strikes or StrikePolicy(eject_s=0.5, warm_up_s=0.05),
+            failures or EjectionPolicy(eject_s=0.5, warm_up_s=0.05),
             lambda: targets.fingerprint,
             metrics,
-            lambda: electorate.note_available(one.drafter_id for one in pools.values() if one.is_available),
+            lambda: drafter_set.note_available(one.drafter_id for one in pools.values() if one.is_available),
             bundle.admit,
-            round(1000 * ballots.hard_deadline_s),
+            round(1000 * tries.hard_deadline_s),
         )
         for drafter_id in drafters
     }
-    electorate.sources.update(pools)
+    drafter_set.sources.update(pools)
     rounds = Rounds(
         targets,
-        electorate,
+        drafter_set,
         store or MemoryStore(),
         ServedModel("scripted", "scripted"),
         metrics,
-        max_buffered_spans=max_buffered_spans,
+        max_buffered_commits=max_buffered_commits,
     )
     try:
         await targets.set_addresses(verifier_addresses or [verifier.address for verifier in verifiers])
@@ -206,7 +206,7 @@ async def rig(
         if wait_for_drafters:
             for pool in pools.values():
                 await eventually(lambda pool=pool: all(link.is_ready for link in pool.links.values()))
-        yield Rig(text, verifiers, drafters, targets, pools, electorate, rounds, metrics, rounds._store)
+        yield Rig(text, verifiers, drafters, targets, pools, drafter_set, rounds, metrics, rounds._store)
     finally:
         for pool in pools.values():
             await pool.set_addresses([])

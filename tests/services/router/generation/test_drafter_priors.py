@@ -6,12 +6,12 @@ import pytest
 
 from moot.core.errors import ConfigError
 from moot.core.options import make_config
-from moot.core.speculation.policy import Plan, SpeculationOptions, make_policy
+from moot.core.speculation.policy import RoundPlan, SpeculationOptions, make_policy
 from moot.core.types import Proposal
 from moot.core.voting.voting import POLICIES
 from moot.core.voting.weights import PoolWeights
 from services.router.config import RouterConfig
-from services.router.generation.electorate import parse_priors
+from services.router.generation.drafter_set import parse_priors
 
 WRONG = ["a", "a=", "=1", "a=x", "a=0", "a=-1", "a=nan", "a=inf", "a=1=x"]
 
@@ -39,7 +39,7 @@ def test_the_first_vote_follows_the_prior(vote: str) -> None:
         policy = make_policy(
             SpeculationOptions(vote=vote, shape="chain", length="fixed"), priors={heavy: 4.0, "nobody": 9.0}
         )
-        result = policy.open(["a", "b"]).vote(Plan(3, 3), proposals)
+        result = policy.open(["a", "b"]).vote(RoundPlan(3, 3), proposals)
         assert result.draft.token_ids[0] == first
 
 

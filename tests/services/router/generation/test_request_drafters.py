@@ -16,18 +16,18 @@ import pytest
 from moot.core.types import ModelInfo, SamplingParams
 from moot.drafters.registry import REQUEST_KINDS, create
 from moot.drafters.request.siblings import Siblings
+from moot.rpc.grpc_server import GrpcServer
 from moot.rpc.link import LinkConfig
-from moot.rpc.server import GrpcServer
 from moot.testing import ScriptedText, byte_tokenizer
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
 from services.router.api.auth import ApiKeys
 from services.router.api.grpc import RouterServicer
 from services.router.api.http.app import create_app
-from services.router.api.http.server import serve_http
+from services.router.api.http.http_server import serve_http
 from services.router.api.settings import HttpSettings, StaticFrontState
 from services.router.peers.local_drafters import LocalPool
-from services.router.peers.strikes import StrikePolicy
+from services.router.peers.outlier_ejection import EjectionPolicy
 from tests.services.router.generation.rounds_rig import BALLOT, Rig, request, rig
 from tests.waiting import GIVE_UP_S
 
@@ -38,11 +38,11 @@ PROMPT = b"the moot debates"
 
 @asynccontextmanager
 async def requests_rig(**options: Any) -> AsyncIterator[Rig]:
-    """A rig whose electorate is the drafters that live from requests."""
+    """A rig whose drafter set is the drafters that live from requests."""
     async with rig(text=TEXT, **options) as running:
         for kind in REQUEST_KINDS:
-            proposer = create(kind, {"vocab_size": running.verifiers[0].info.vocab_size})
-            running.electorate.sources[kind] = LocalPool(kind, proposer, StrikePolicy(), running.metrics)
+            drafter = create(kind, {"vocab_size": running.verifiers[0].info.vocab_size})
+            running.drafter_set.sources[kind] = LocalPool(kind, drafter, EjectionPolicy(), running.metrics)
         yield running
 
 
@@ -80,8 +80,8 @@ def test_edited_and_foreign_predictions_change_nothing(shape: str, width: int) -
     """Whatever is predicted, the text is the target's; an edited prediction still saves most of the rounds."""
 
     async def main() -> None:
-        ballots = replace(BALLOT, width=width)
-        async with requests_rig(shape=shape, ballots=ballots) as running:
+        tries = replace(BALLOT, width=width)
+        async with requests_rig(shape=shape, tries=tries) as running:
             ids = plain()
             for prediction in (edited(ids), ids[::-1], [ids[0]] * 200, [0], list(b"another text altogether")):
                 outcome = await running.generate(request(PROMPT, max_tokens=60, prediction_token_ids=tuple(prediction)))

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from moot.core.speculation.ballots import BallotPolicy
+from moot.core.speculation.ballots import CollectionPolicy
 from moot.core.types import FinishReason, SamplingParams
 from moot.testing import END_TOKEN_ID, Manner, ScriptedDrafter, ScriptedText, ScriptedVerifier
-from services.router.generation.types import GenerationMetrics, GenerationRequest
-from services.router.peers.strikes import StrikePolicy
+from services.router.generation.request_types import GenerationMetrics, GenerationRequest
+from services.router.peers.outlier_ejection import EjectionPolicy
 from tests.services.router.generation.rounds_rig import TARGET, Outcome, Rig, request, rig
 from tests.waiting import eventually
 
-PATIENT_TARGET = dataclasses.replace(TARGET, max_moves=10_000, max_kills=10_000, probation_wait_s=0.2)
+PATIENT_TARGET = dataclasses.replace(TARGET, max_moves=10_000, max_losses=10_000, suspect_wait_s=0.2)
 
 
 def drafters(text: ScriptedText, count: int = 3, seed: int = 0) -> dict[str, list[ScriptedDrafter]]:
@@ -128,14 +128,14 @@ def test_c33_agreement_is_no_verification() -> None:
 
     async def main() -> None:
         target, wrong = Constant(token=2), Constant(token=1)
-        electorate = {f"w{index}": [ScriptedDrafter(wrong, spoil=0.0)] for index in range(3)}
-        electorate["empty"] = [ScriptedDrafter(wrong, manner=lambda: Manner.EMPTY)]
-        electorate["mute"] = [ScriptedDrafter(wrong, manner=lambda: Manner.ABSTAIN)]
-        async with rig(text=target, drafters=electorate) as router:
+        drafter_set = {f"w{index}": [ScriptedDrafter(wrong, spoil=0.0)] for index in range(3)}
+        drafter_set["empty"] = [ScriptedDrafter(wrong, manner=lambda: Manner.EMPTY)]
+        drafter_set["mute"] = [ScriptedDrafter(wrong, manner=lambda: Manner.ABSTAIN)]
+        async with rig(text=target, drafters=drafter_set) as router:
             outcome = await router.generate(request(max_tokens=20))
             assert outcome.token_ids == (2,) * 20
             assert set(outcome.metrics.drafters) == {"w0", "w1", "w2"}
-        async with rig(text=target, drafters={"empty": electorate["empty"], "mute": electorate["mute"]}) as router:
+        async with rig(text=target, drafters={"empty": drafter_set["empty"], "mute": drafter_set["mute"]}) as router:
             outcome = await router.generate(request(max_tokens=20))
             assert outcome.token_ids == (2,) * 20
             assert router.total("vote_agreement_ratio_count") == 0
@@ -158,9 +158,9 @@ def test_c04_rows_of_a_batch_do_not_leak() -> None:
                 request(prompt=[number], max_tokens=50, num_speculative_tokens=(0, 3, 7)[number % 3], seed=number)
                 for number in range(32)
             ]
-            together = await asyncio.gather(*(router.generate(one) for one in asked))
+            batched = await asyncio.gather(*(router.generate(one) for one in asked))
             assert verifier.largest_batch > 8
-            for one, outcome in zip(asked, together, strict=True):
+            for one, outcome in zip(asked, batched, strict=True):
                 alone = await router.generate(dataclasses.replace(one, request_id=one.request_id + "-alone"))
                 assert (outcome.token_ids, outcome.text) == (alone.token_ids, alone.text)
                 assert outcome.token_ids == router.plain(one)[0]
@@ -177,7 +177,7 @@ def test_c10_an_end_token_inside_a_draft_ends_it() -> None:
         text = ScriptedText(end_period=12)
         perfect = {"perfect": [ScriptedDrafter(text, spoil=0.0)]}
         async with rig(text=text, drafters=perfect, num_speculative_tokens=8) as router:
-            inside = 0
+            attached = 0
             for number in range(20):
                 asked = request(prompt=[number], max_tokens=60)
                 outcome = await router.generate(asked)
@@ -185,11 +185,11 @@ def test_c10_an_end_token_inside_a_draft_ends_it() -> None:
                 if outcome.finish_reason is FinishReason.STOP:
                     assert outcome.token_ids[-1] == END_TOKEN_ID
                     assert END_TOKEN_ID not in outcome.token_ids[:-1]
-                    inside += ended_in_a_draft(outcome)
+                    attached += ended_in_a_draft(outcome)
                 on = await router.generate(request(prompt=[number], max_tokens=60, ignore_eos=True))
                 assert len(on.token_ids) == 60
                 assert on.finish_reason is FinishReason.LENGTH
-            assert inside > 5
+            assert attached > 5
             await router.nothing_left()
 
     asyncio.run(main())
@@ -241,24 +241,24 @@ def test_c09_a_stop_string_inside_an_accepted_block() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("electorate", ["one", "tie", "three", "late", "dead", "longer", "same tick", "all dead"])
-def test_c34_electorates_of_every_shape(electorate: str) -> None:
+@pytest.mark.parametrize("drafter_set", ["one", "tie", "three", "late", "dead", "longer", "same tick", "all dead"])
+def test_c34_drafter_set_of_every_shape(drafter_set: str) -> None:
     """One drafter, two that tie, three; one late, dead, or dissenting at another length; all at once; none."""
 
     async def main() -> None:
         text = ScriptedText(end_period=97)
-        made = drafters(text, count={"one": 1, "tie": 2}.get(electorate, 3), seed=5)
-        if electorate == "tie":
+        made = drafters(text, count={"one": 1, "tie": 2}.get(drafter_set, 3), seed=5)
+        if drafter_set == "tie":
             made["d1"][0].manner = lambda: Manner.WRONG
-        if electorate == "late":
+        if drafter_set == "late":
             made["d1"][0].manner, made["d1"][0].late_s = lambda: Manner.LATE, 0.03
-        if electorate == "longer":
+        if drafter_set == "longer":
             made["d2"] = [ScriptedDrafter(Constant(token=9), context_limit=20)]
-        if electorate == "same tick":
+        if drafter_set == "same tick":
             made = {f"d{index}": [ScriptedDrafter(text, seed=1, spoil=0.5)] for index in range(3)}
-        ballots = BallotPolicy(soft_deadline_ms=10, hard_deadline_ms=50)
-        async with rig(text=text, drafters=made, ballots=ballots) as router:
-            dead = {"dead": ["d1"], "all dead": list(made)}.get(electorate, [])
+        tries = CollectionPolicy(soft_deadline_ms=10, hard_deadline_ms=50)
+        async with rig(text=text, drafters=made, tries=tries) as router:
+            dead = {"dead": ["d1"], "all dead": list(made)}.get(drafter_set, [])
             for drafter_id in dead:
                 await made[drafter_id][0].kill()
             for number in range(4):
@@ -314,8 +314,8 @@ def test_any_fault_schedule_same_text(seed: int) -> None:
             text=text,
             verifiers=verifiers,
             drafters=drafters(text, seed=seed),
-            ballots=BallotPolicy(soft_deadline_ms=10, hard_deadline_ms=30),
-            strikes=StrikePolicy(eject_s=0.1, warm_up_s=0.05),
+            tries=CollectionPolicy(soft_deadline_ms=10, hard_deadline_ms=30),
+            failures=EjectionPolicy(eject_s=0.1, warm_up_s=0.05),
             target=PATIENT_TARGET,
             shape=draw.choice(("chain", "tree")),
         ) as router:

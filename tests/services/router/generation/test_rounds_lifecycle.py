@@ -15,7 +15,7 @@ from moot.core.errors import CommitFenced, InvalidRequest, NoCapacity
 from moot.core.types import FinishReason
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier
 from services.router.api.text import IncrementalText
-from services.router.generation.types import GenerationRequest, RequestRecord
+from services.router.generation.request_types import GenerationRequest, RequestRecord
 from services.router.store import MemoryStore
 from tests.services.router.generation.rounds_rig import BYTES, TARGET, request, rig
 from tests.waiting import GIVE_UP_S, eventually
@@ -82,7 +82,7 @@ def test_a_slow_reader_pauses_its_own_request_only() -> None:
 
     async def main() -> None:
         verifier = ScriptedVerifier(TEXT)
-        async with rig(text=TEXT, verifiers=[verifier], max_buffered_spans=4) as router:
+        async with rig(text=TEXT, verifiers=[verifier], max_buffered_commits=4) as router:
             slow = request(max_tokens=300)
             chunks = router.rounds.generate(slow, router.assembler(slow.params))
             first = await anext(chunks)

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from moot.core.options import make_config
+from moot.rpc.grpc_server import GrpcServer
 from moot.rpc.link import LinkConfig
-from moot.rpc.server import GrpcServer
 from moot.runtime.metrics import Metrics
 from moot.testing import ScriptedDrafter, ScriptedText
-from moot.testing.proposer import ScriptedProposer
+from moot.testing.scripted_kind import ScriptedKind
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import token_pb2
 from moot.v1.drafter_service_pb2_grpc import add_DrafterServiceServicer_to_server
 from services.drafter.config import DrafterConfig
-from services.drafter.engine import DrafterEngine
+from services.drafter.drafter_engine import DrafterEngine
 from services.drafter.servicer import DrafterServicer
 from services.router.peers.links import PeerState
-from services.router.peers.strikes import StrikePolicy
+from services.router.peers.outlier_ejection import EjectionPolicy
 from tests.services.router.generation.rounds_rig import request, rig
 from tests.waiting import eventually
 
@@ -118,12 +118,12 @@ def test_what_was_told_wrong_is_not_used_and_moves_no_token(spoil: float) -> Non
     [("stale", "stale", False), ("long", "malformed", True), ("vocabulary", "vocabulary", True)],
 )
 def test_what_may_not_be_told_is_dropped_and_counted(tell: str, reason: str, ejected: bool) -> None:
-    """As with an answer: what fits no question is dropped, what no drafter may say is a strike against it."""
+    """As with an answer: what fits no question is dropped, what no drafter may say is a failure against it."""
 
     async def main() -> None:
         drafter = TellingDrafter(tell, spoil=0.0)
-        strikes = StrikePolicy(eject_s=600)
-        async with rig(text=TEXT, drafters={"one": [drafter]}, strikes=strikes, num_speculative_tokens=3) as router:
+        failures = EjectionPolicy(eject_s=600)
+        async with rig(text=TEXT, drafters={"one": [drafter]}, failures=failures, num_speculative_tokens=3) as router:
             asked = request(max_tokens=80)
             assert (await router.generate(asked)).token_ids == router.plain(asked)[0]
             assert router.counter("proposals_dropped_total", drafter="one", reason=reason) >= (3 if ejected else 10)
@@ -138,7 +138,7 @@ def test_what_may_not_be_told_is_dropped_and_counted(tell: str, reason: str, eje
 async def drafter_at_work(acceptance: float) -> AsyncIterator[tuple[str, Metrics]]:
     """A real drafter around a scripted kind, and its address."""
     metrics, config = Metrics(), make_config(DrafterConfig, kind="scripted", draft_ahead="on")
-    engine = DrafterEngine(ScriptedProposer(TEXT, acceptance=acceptance), config, metrics, TEXT.vocab_size)
+    engine = DrafterEngine(ScriptedKind(TEXT, acceptance=acceptance), config, metrics, TEXT.vocab_size)
     info = token_pb2.ModelInfo(vocab_size=TEXT.vocab_size, context_limit=8192)
     server = GrpcServer(LinkConfig(), ["moot.v1.DrafterService"])
     servicer = DrafterServicer(engine, pb.DescribeDrafterResponse(kind="scripted", model=info), "real", 1000, 1 << 20)

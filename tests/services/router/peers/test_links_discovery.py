@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from moot.core.errors import ConfigError
-from moot.drafters.base import parse_entries
+from moot.drafters.interface import parse_entries
 from services.router.peers.discovery import DnsPeers, JoinedPeers, StaticPeers, follow, parse_drafters, parse_source
 from tests.waiting import eventually
 

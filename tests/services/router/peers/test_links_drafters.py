@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from moot.core.speculation.ballots import BallotPolicy
+from moot.core.speculation.ballots import CollectionPolicy
 from moot.testing import Manner, ScriptedDrafter, ScriptedText, ScriptedVerifier
 from services.router.peers.links import PeerState
-from services.router.peers.strikes import StrikePolicy
+from services.router.peers.outlier_ejection import EjectionPolicy
 from tests.services.router.generation.rounds_rig import QUICK_BALLOT, request, rig
 from tests.waiting import LeapingLoop, eventually, run_leaping
 
@@ -26,11 +26,11 @@ TEXT = ScriptedText()
     ],
 )
 def test_c20_malformed_proposals_are_dropped_counted_and_ejected_after_three(manner: Manner, reason: str) -> None:
-    """A lying drafter changes no token, is asked no more after three strikes, and comes back by itself."""
+    """A lying drafter changes no token, is asked no more after three failures, and comes back by itself."""
 
     async def main(loop: LeapingLoop) -> None:
         liar = ScriptedDrafter(TEXT, manner=lambda: manner)
-        async with rig(text=TEXT, drafters={"liar": [liar]}, strikes=StrikePolicy(eject_s=600)) as router:
+        async with rig(text=TEXT, drafters={"liar": [liar]}, failures=EjectionPolicy(eject_s=600)) as router:
             asked = request(max_tokens=30)
             outcome = await router.generate(asked)
             assert outcome.token_ids == router.plain(asked)[0]
@@ -53,17 +53,17 @@ def test_c20_malformed_proposals_are_dropped_counted_and_ejected_after_three(man
 
 
 def test_a_frozen_drafter_stalls_three_rounds_at_most() -> None:
-    """A drafter that stops answering costs the deadline until its third strike, and nothing after that."""
+    """A drafter that stops answering costs the deadline until its third failure, and nothing after that."""
 
     async def main() -> None:
         frozen = ScriptedDrafter(TEXT, manner=lambda: Manner.SILENT)
         good = ScriptedDrafter(TEXT, spoil=0.0)
-        ballots = BallotPolicy(soft_deadline_ms=20, hard_deadline_ms=60, quorum=1.0)
+        tries = CollectionPolicy(soft_deadline_ms=20, hard_deadline_ms=60, quorum=1.0)
         async with rig(
             text=TEXT,
             drafters={"frozen": [frozen], "good": [good]},
-            ballots=ballots,
-            strikes=StrikePolicy(eject_s=600, warm_up_s=0.03),
+            tries=tries,
+            failures=EjectionPolicy(eject_s=600, warm_up_s=0.03),
             num_speculative_tokens=3,
         ) as router:
             asked = request(max_tokens=60)
@@ -78,13 +78,13 @@ def test_a_frozen_drafter_stalls_three_rounds_at_most() -> None:
     asyncio.run(main())
 
 
-def test_a_long_first_answer_is_no_strike() -> None:
+def test_a_long_first_answer_is_no_failure() -> None:
     """Reading a long prompt may take longer than a round: a drafter that answers others meanwhile is not struck."""
 
     async def main() -> None:
         slow = ScriptedDrafter(TEXT, spoil=0.0)
-        strikes = StrikePolicy(eject_s=600, warm_up_s=600)
-        async with rig(text=TEXT, drafters={"slow": [slow]}, ballots=QUICK_BALLOT, strikes=strikes) as router:
+        failures = EjectionPolicy(eject_s=600, warm_up_s=600)
+        async with rig(text=TEXT, drafters={"slow": [slow]}, tries=QUICK_BALLOT, failures=failures) as router:
             slow.manner = lambda: Manner.SILENT
             for _ in range(3):
                 await router.generate(request(max_tokens=3))
@@ -101,7 +101,7 @@ def test_c06_late_doubled_and_stale_answers_are_dropped_and_counted() -> None:
         manners = iter([Manner.LATE, Manner.TRUE, Manner.DOUBLE, Manner.STALE] * 50)
         odd = ScriptedDrafter(TEXT, spoil=0.0, manner=lambda: next(manners))
         odd.late_s = 0.15
-        async with rig(text=TEXT, drafters={"odd": [odd]}, ballots=QUICK_BALLOT, num_speculative_tokens=3) as router:
+        async with rig(text=TEXT, drafters={"odd": [odd]}, tries=QUICK_BALLOT, num_speculative_tokens=3) as router:
             asked = request(max_tokens=80)
             outcome = await router.generate(asked)
             assert outcome.token_ids == router.plain(asked)[0]

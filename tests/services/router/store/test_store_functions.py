@@ -12,7 +12,7 @@ from redis import Redis
 
 from moot.core.errors import CommitConflict, CommitFenced, CommitTerminal, LeaseHeld, RecordNotFound
 from moot.core.types import FinishReason
-from services.router.store.server import RecordBehind, RedisLink, RedisStore, ServerFull
+from services.router.store.record_server import RecordBehind, RedisLink, RedisStore, ServerFull
 from tests.services.router.store.store_server import Server, config, record, run
 
 STOP = FinishReason.STOP

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from moot.core.errors import CommitConflict, StoreUnavailable
-from services.router.store.server import RedisLink, RedisStore
+from services.router.store.record_server import RedisLink, RedisStore
 from tests.services.router.store.store_server import FROZEN, Server, config, record, run
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from moot.core.errors import CommitConflict, CommitFenced, CommitTerminal, LeaseHeld, NoCapacity, StoreUnavailable
 from moot.core.types import FinishReason
-from services.router.generation.types import RequestRecord
+from services.router.generation.request_types import RequestRecord
 from services.router.store import DurableStore, open_store
 from tests.services.router.store.store_server import FROZEN, Server, config, record, run
 from tests.waiting import eventually
