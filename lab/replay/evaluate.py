@@ -15,7 +15,7 @@ from lab.replay.recorded_texts import TargetText
 from lab.replay.replayed_rounds import Clock, Played, Said, Setting, Waits, play
 from moot.core.errors import ConfigError
 from moot.core.options import option, option_of
-from moot.core.speculation.ballots import CollectionPolicy
+from moot.core.speculation.collection import CollectionPolicy
 from moot.core.speculation.drafter_selection import ALL
 from moot.core.speculation.policy import PoolPolicy, SpeculationOptions, make_policy
 from moot.core.types import Proposal

@@ -18,7 +18,7 @@ from moot.commands.system import prepared_model
 from moot.config import load_config
 from moot.core.errors import ConfigError
 from moot.core.options import Options, option, option_of, part
-from moot.core.speculation.ballots import CollectionPolicy
+from moot.core.speculation.collection import CollectionPolicy
 from moot.core.speculation.drafter_selection import ALWAYS_ASK
 from moot.core.speculation.policy import SpeculationOptions
 from moot.drafters.interface import parse_entries

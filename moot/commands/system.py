@@ -19,7 +19,7 @@ from moot.commands.common import DEMO_MODEL, run_folder
 from moot.config import variable_of
 from moot.core.errors import ConfigError, DeadlineExceeded
 from moot.core.options import Options, flat_options, option, option_of
-from moot.core.speculation.ballots import CollectionPolicy
+from moot.core.speculation.collection import CollectionPolicy
 from moot.core.speculation.policy import SpeculationOptions
 from moot.drafters.interface import DrafterEntry, parse_entries
 from moot.drafters.registry import MODEL_FREE_KINDS, attached_kinds

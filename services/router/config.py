@@ -8,7 +8,7 @@ from pathlib import Path
 from moot.client import ROUTER_PORT
 from moot.core.errors import ConfigError
 from moot.core.options import Options, option, option_of, part
-from moot.core.speculation.ballots import CollectionPolicy
+from moot.core.speculation.collection import CollectionPolicy
 from moot.core.speculation.policy import SpeculationOptions
 from moot.drafters.registry import REQUEST_KINDS
 from moot.rpc.link import LinkConfig

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from moot.core.errors import ConfigError, InvalidRequest
 from moot.core.generation import Generation
-from moot.core.speculation.ballots import CollectionPolicy
+from moot.core.speculation.collection import CollectionPolicy
 from moot.core.speculation.policy import PoolPolicy, RequestPolicy, RoundPlan
 from moot.core.types import Proposal, Verification
 from moot.core.voting.voting import VoteResult, validate_proposal

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moot.core.speculation.ballots import CollectionPolicy
+from moot.core.speculation.collection import CollectionPolicy
 from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.types import FinishReason, SamplingParams
 from moot.runtime.metrics import Metrics

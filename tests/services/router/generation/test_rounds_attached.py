@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from moot.core.generation import Generation
-from moot.core.speculation.ballots import CollectionPolicy
+from moot.core.speculation.collection import CollectionPolicy
 from moot.core.speculation.length import LengthPolicy, Load
 from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.types import Proposal, SamplingParams, Verification

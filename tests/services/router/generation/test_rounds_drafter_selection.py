@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from moot.core.speculation.ballots import CollectionPolicy
+from moot.core.speculation.collection import CollectionPolicy
 from moot.core.speculation.drafter_selection import USELESS, WINDOW
 from moot.testing import Manner, ScriptedDrafter, ScriptedText
 from services.router.generation.drafter_set import TRIED_IN

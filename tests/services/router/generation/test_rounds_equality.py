@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moot.core.speculation.ballots import CollectionPolicy
+from moot.core.speculation.collection import CollectionPolicy
 from moot.core.types import FinishReason, SamplingParams
 from moot.testing import END_TOKEN_ID, Manner, ScriptedDrafter, ScriptedText, ScriptedVerifier
 from services.router.generation.request_types import GenerationMetrics, GenerationRequest

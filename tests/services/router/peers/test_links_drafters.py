@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from moot.core.speculation.ballots import CollectionPolicy
+from moot.core.speculation.collection import CollectionPolicy
 from moot.testing import Manner, ScriptedDrafter, ScriptedText, ScriptedVerifier
 from services.router.peers.links import PeerState
 from services.router.peers.outlier_ejection import EjectionPolicy
