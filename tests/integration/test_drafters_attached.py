@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
+from moot.drafters.attached.recurrent_head import RecurrentHead, RecurrentHeadShape
 from moot.testing.tiny_model import make_tiny_model
 from tests.integration.api import assert_same, choice_of, post
 from tests.integration.shared_systems import FIXED
@@ -26,7 +26,7 @@ OFF = {"num_speculative_tokens": 0}
 def system(systems_folder: Path) -> Iterator[System]:
     """Two verifiers with a head of random weights each; in the second one it fails whenever it is asked."""
     model = make_tiny_model(systems_folder / "with-inside")
-    head = RecurrentHead(HeadShape(64, 16, 259, 2), torch.arange(259))
+    head = RecurrentHead(RecurrentHeadShape(64, 16, 259, 2), torch.arange(259))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in head.parameters():

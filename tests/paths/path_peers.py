@@ -10,7 +10,7 @@ import torch
 
 from moot.core.options import make_config
 from moot.core.types import SamplingParams
-from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
+from moot.drafters.attached.recurrent_head import RecurrentHead, RecurrentHeadShape
 from moot.drafters.lookup.datastore import build
 from moot.drafters.lookup.ngram import NgramTable
 from moot.model.backend import plain_runner
@@ -176,7 +176,7 @@ def make_head(folder: Path, loaded: LoadedModel) -> Path:
     """A head that nearly repeats what the target has just said: right where a text repeats itself."""
     generator = torch.Generator().manual_seed(0)
     width = int(loaded.model.get_input_embeddings().weight.shape[1])  # type: ignore[operator, union-attr]
-    head = RecurrentHead(HeadShape(width, 32, len(PRINTABLE), 2), torch.tensor(PRINTABLE))
+    head = RecurrentHead(RecurrentHeadShape(width, 32, len(PRINTABLE), 2), torch.tensor(PRINTABLE))
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))

@@ -12,7 +12,7 @@ from moot.core.options import make_config
 from moot.core.types import Draft, FinishReason, SamplingParams, TokenLogprobs
 from moot.model.backend import plain_runner
 from moot.model.loading.load import LoadedModel
-from services.verifier.commands import Answer, Failed, OpenSession, Verify
+from services.verifier.commands import Answer, Failed, Open, Verify
 from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
 from tests.paths.path_drawing import TargetSpec
@@ -49,9 +49,7 @@ class PlainTarget:
     def _decode(self, asked: Sequence[Asked]) -> list[Plain]:
         inbox: list[Answer] = []
         stream = self._engine.connect(inbox.extend)
-        opened = [
-            OpenSession(index, f"plain-{index}", tuple(prompt), params) for index, (prompt, params) in enumerate(asked)
-        ]
+        opened = [Open(index, f"plain-{index}", tuple(prompt), params) for index, (prompt, params) in enumerate(asked)]
         self._engine.submit(stream, opened)
         answers: list[list[Any]] = [[] for _ in asked]
         lengths = [len(prompt) for prompt, _ in asked]

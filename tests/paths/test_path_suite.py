@@ -15,7 +15,7 @@ import pytest
 from moot.core.acceptance import Walk, walk
 from moot.core.types import ROOT
 from services.verifier.engine import Engine
-from services.verifier.sessions import DrafterSession, PendingWork
+from services.verifier.sessions import PendingWork, Session
 from services.verifier.step import StepRunner
 from services.verifier.walks import Walks, row_of_nodes
 from tests.paths.path_checks import check_choice
@@ -76,7 +76,7 @@ def wrong_walks(
     """Walks that differ from the real ones in one place."""
 
     class Mutant(Walks):
-        def walk(self, session: DrafterSession, work: PendingWork, logits: Any) -> tuple[Walk, list[int]]:
+        def walk(self, session: Session, work: PendingWork, logits: Any) -> tuple[Walk, list[int]]:
             row_of = row_of_nodes(work)
             rows: list[int] = []
 
@@ -184,7 +184,7 @@ def test_what_a_request_leaves_behind_is_caught(models: Path) -> None:
     def change(engine: Engine) -> None:
         end = engine.serving._end
 
-        def forgetful(session: DrafterSession) -> None:
+        def forgetful(session: Session) -> None:
             if session.length % 3 == 0:
                 session.cache.free = lambda: None  # type: ignore[method-assign]
             end(session)

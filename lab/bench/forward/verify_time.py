@@ -29,7 +29,7 @@ from moot.model.runner import ModelRunner
 BENCH = Bench("verify_time", __doc__, measures=("moot/model",))
 ROWS = (1, 2, 5, 9, 16)
 BOUNDS = {5: 1.05, 9: 1.12, 16: 1.25}
-"""Most that so many deterministic rows may take of one natural row."""
+"""Most that so many batch-invariant rows may take of one natural row."""
 OF_TRANSFORMERS, OF_FLOOR = 0.7, 2.0
 """Most that one natural row may take."""
 FLOOR = "floor: weights streamed once"

@@ -49,7 +49,7 @@ CHECKS = (
     Check("attention", 60, kernels.attention),
     Check("noise", 30, kernels.noise),
     Check("path equality, natural", 100, equality.natural),
-    Check("path equality, deterministic", 100, equality.batch_invariant),
+    Check("path equality, batch-invariant", 100, equality.batch_invariant),
     Check("T(n) and floor", 120, timing.rows),
     Check("verify step, 16 x 5", 60, timing.step),
 )

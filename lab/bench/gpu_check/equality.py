@@ -95,8 +95,8 @@ def _draft(true: Sequence[int], draw: random.Random) -> Draft:
     return Draft(((ids[0] + 2) % 256, *ids), (ROOT, ROOT, *range(1, len(ids))))
 
 
-def _compare(subject: Subject, is_deterministic: bool) -> Facts:
-    runner = subject.text_runner(is_deterministic)
+def _compare(subject: Subject, is_batch_invariant: bool) -> Facts:
+    runner = subject.text_runner(is_batch_invariant)
     length = 24 if subject.is_small else 96
     draw = random.Random(1)
     prompts = [[draw.randrange(256) for _ in range(60 + 97 * index % 900)] for index in range(12)]
@@ -120,7 +120,7 @@ def _compare(subject: Subject, is_deterministic: bool) -> Facts:
         ),
     ]
     assert accepted > len(plain), facts
-    if is_deterministic:
+    if is_batch_invariant:
         assert not partings, facts
     # With noise the two best logits need not be the two best scores: only greedy texts have a bound.
     greedy = [gap for index, _, gap in partings if writer.params[index].is_greedy]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moot.core.types import Proposal
-from moot.core.voting.weights import WEIGHTS, Contest, Hedge, Minions, PoolWeights, Uniform
+from moot.core.voting.weights import WEIGHTS, Contest, Hedge, MinionsWeights, PoolWeights, Uniform
 
 EVEN = {"a": 1.0, "b": 1.0, "c": 1.0}
 
@@ -103,7 +103,7 @@ def test_open_rounds_end_with_the_request() -> None:
 
 def test_minions_moves_the_winner_only() -> None:
     """Above the threshold the winner is rewarded, below it punished; losers move by normalising alone."""
-    minions = Minions(EVEN)
+    minions = MinionsWeights(EVEN)
     minions.observe(Contest(4, [Proposal((1,), drafter_id="a"), Proposal((2,), drafter_id="b")], (1, 2), ("a",), 4, 2))
     rewarded = dict(minions.numbers)
     assert rewarded["a"] == pytest.approx(1.1 / 3.1)

@@ -17,7 +17,7 @@ from lab.replay.replay_prompts import Prompt
 from moot.core.errors import ConfigError
 from moot.core.options import make_config
 from moot.core.types import Proposal
-from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
+from moot.drafters.attached.recurrent_head import RecurrentHead, RecurrentHeadShape
 from moot.drafters.interface import parse_entries
 from moot.model.runner import ModelRunner
 from moot.testing.tiny_model import make_tiny_model
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("head")
-    made = RecurrentHead(HeadShape(64, 16, 259, 2), torch.arange(259))
+    made = RecurrentHead(RecurrentHeadShape(64, 16, 259, 2), torch.arange(259))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():

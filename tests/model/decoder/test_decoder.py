@@ -15,7 +15,7 @@ from moot.model.backend import plain_runner
 from moot.model.checks import selfcheck
 from moot.model.decoder import products
 from moot.model.inputs import SequenceInput
-from moot.model.loading import weights
+from moot.model.loading import llama_weights
 from moot.model.loading.load import load_model
 from moot.testing.tiny_model import FAMILIES, make_tiny_model
 from tests.model.driving import distance, plain_and_half, plain_logits, plain_model, random_ids, run_chunks
@@ -94,7 +94,7 @@ def test_what_a_config_changes_is_left_to_the_modules(tmp_path: Path, family: st
 def test_a_decoder_that_computes_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof at loading compares logits: a difference that no rule foresaw leads back to the model's modules."""
     path = make_tiny_model(tmp_path, hidden_act="gelu")
-    monkeypatch.setattr(weights, "_ACTIVATIONS", ("gelu",))
+    monkeypatch.setattr(llama_weights, "_ACTIVATIONS", ("gelu",))
     loaded = load_model(path, dtype="bfloat16")
     assert loaded.decoder is None
     logits, _ = run_chunks(plain_runner(loaded, 512, False), random_ids(30), [])

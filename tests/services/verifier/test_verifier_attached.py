@@ -15,7 +15,7 @@ import torch
 from contrib.lookahead import LookaheadDrafter
 from moot.core.types import ROOT, Draft, Proposal, SamplingParams
 from moot.drafters.attached.attached_interface import NO_GUESSES, AttachedAsk, AttachedDrafter, Guesses
-from moot.drafters.attached.recurrent_head import HeadShape, RecurrentHead
+from moot.drafters.attached.recurrent_head import RecurrentHead, RecurrentHeadShape
 from moot.model.cache.kv_cache import depths_of
 from moot.model.inputs import SequenceInput
 from moot.v1 import verifier_service_pb2 as pb
@@ -34,7 +34,7 @@ NUM_TOKENS = 4
 def head_flag(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A head with random weights over a few ids: it is right now and then where only these are allowed."""
     folder = tmp_path_factory.mktemp("inside-head")
-    head = RecurrentHead(HeadShape(64, 16, 100, 2), torch.arange(40, 140))
+    head = RecurrentHead(RecurrentHeadShape(64, 16, 100, 2), torch.arange(40, 140))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in head.parameters():
