@@ -38,7 +38,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 install-dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed-dev: pyproject.toml contrib/pyproject.toml | $(VENV)/.installed
-	$(PIP) install -e ".[model,router,demo,tracing,dev]"
+	$(PIP) install -e ".[model,router,demo,tracing,lab,dev]"
 	$(PIP) install --no-deps -e contrib
 	@touch $@
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 
 import pytest
 
-from moot.cli import COMMANDS
+from moot.cli import COMMANDS, EXIT_FAILED, WORKSHOP, main
 from tests.waiting import GIVE_UP_S
 
 
@@ -78,3 +79,13 @@ def test_drafter_kinds_are_listed_without_a_server() -> None:
     assert done.returncode == 0
     assert "suffix" in done.stdout
     assert "neural" in done.stdout
+
+
+@pytest.mark.parametrize("command", WORKSHOP)
+def test_a_command_of_the_workshop_says_that_it_is_not_here(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Images that serve leave the package lab out: one sentence there, and no traceback."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main([command, "--help"]) == EXIT_FAILED
+    assert f"moot: {command} needs the workshop" in capsys.readouterr().err

@@ -24,3 +24,14 @@ def test_nobody_imports_a_conftest() -> None:
         or (isinstance(node, ast.Import) and any(alias.name == "conftest" for alias in node.names))
     ]
     assert imports == []
+
+
+def test_no_image_that_serves_has_the_workshop() -> None:
+    """Nothing of lab and contrib is in the context that images are made from, and no Dockerfile asks for it."""
+    root = Path(__file__).parents[2]
+    ignored, *allowed = [line for line in (root / ".dockerignore").read_text().splitlines() if line[:1] in "*!"][:6]
+    assert ignored == "*"
+    assert {"!lab", "!contrib"}.isdisjoint(allowed)
+    dockerfiles = sorted((root / "services").glob("*/Dockerfile"))
+    assert len(dockerfiles) == 3
+    assert [path for path in dockerfiles if "lab" in path.read_text().split() or "contrib" in path.read_text()] == []
