@@ -90,13 +90,13 @@ class Peer:
 
 
 class RunningDrafter:
-    def __init__(self, config: DrafterConfig, proposer: Drafter[Any] | None, clock: Callable[[], float]) -> None:
+    def __init__(self, config: DrafterConfig, kind: Drafter[Any] | None, clock: Callable[[], float]) -> None:
         made, info = make_drafter_kind(config)
         self.metrics = Metrics()
-        self.proposer = proposer or made
-        self.engine = DrafterEngine(self.proposer, config, self.metrics, info.vocab_size, clock)
+        self.drafter = kind or made
+        self.engine = DrafterEngine(self.drafter, config, self.metrics, info.vocab_size, clock)
         self.server = GrpcServer(config.link, [SERVICE])
-        description = description_to_pb(config.kind, self.proposer.family, info)
+        description = description_to_pb(config.kind, self.drafter.family, info)
         self.servicer = DrafterServicer(
             self.engine,
             description,
@@ -117,15 +117,15 @@ class RunningDrafter:
 
 @asynccontextmanager
 async def running(
-    config: DrafterConfig, proposer: Drafter[Any] | None = None, clock: Callable[[], float] = time.monotonic
+    config: DrafterConfig, drafter: Drafter[Any] | None = None, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[RunningDrafter]:
-    drafter = RunningDrafter(config, proposer, clock)
-    drafter.engine.start()
+    one = RunningDrafter(config, drafter, clock)
+    one.engine.start()
     try:
-        await drafter.server.start("127.0.0.1", 0)
-        async with open_channel(f"127.0.0.1:{drafter.server.port}", config.link) as channel:
-            drafter.channel = channel
-            yield drafter
+        await one.server.start("127.0.0.1", 0)
+        async with open_channel(f"127.0.0.1:{one.server.port}", config.link) as channel:
+            one.channel = channel
+            yield one
     finally:
-        await drafter.server.stop(0)
-        await asyncio.to_thread(drafter.engine.stop)
+        await one.server.stop(0)
+        await asyncio.to_thread(one.engine.stop)

@@ -209,7 +209,7 @@ def test_an_ask_does_not_wait_until_a_new_session_is_prepared() -> None:
 
     async def body(drafter: RunningDrafter) -> None:
         peer = drafter.peer()
-        kind = drafter.proposer
+        kind = drafter.drafter
         assert isinstance(kind, Warming)
         await peer.send(open_command(1, [1]))
         await eventually(lambda: kind.calls == ["warm"])

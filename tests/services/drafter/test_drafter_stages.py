@@ -58,7 +58,7 @@ def test_a_staged_service_proposes_what_the_draft_model_would(folder: Path, alon
             for n in range(1, 5):
                 group.create_task(talk(n))
         await eventually(lambda: drafter.engine.num_sessions == 0)
-        proposer: Any = drafter.proposer
+        proposer: Any = drafter.drafter
         assert proposer.stage_counts[0] > 0
         assert proposer.kv_used_tokens == 0
 
