@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from pathlib import Path
 
 from generated import write_or_check
@@ -19,13 +18,11 @@ from house_rule.tables import SMALL_BUT_STANDING
 from house_rule.tree import Tree, read
 
 ROOT = Path(__file__).parents[1]
-ENFORCED = (1, 2, 3, 4, 5, 6, 7)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The check of the house rule; without a flag: the figures.")
     parser.add_argument("--check", action="store_true", help="print what does not keep the rule; exit status 1 if any")
-    parser.add_argument("--all", action="store_true", help="enforce also the rules that are not enforced yet")
     parser.add_argument("--write", action="store_true", help="write the map in docs/architecture.md")
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout; it has no exceptions by name")
     arguments = parser.parse_args()
@@ -33,20 +30,16 @@ def main() -> int:
     tree = read(root, SMALL_BUT_STANDING if root == ROOT else {})
     if arguments.write or arguments.check:
         stale = write_or_check(root / "docs" / "architecture.md", "map", folder_map(root), "does not map the folders")
-        return max(stale, check(tree, arguments.all)) if arguments.check else stale
+        return max(stale, check(tree)) if arguments.check else stale
     print(figures(tree))
     return 0
 
 
-def check(tree: Tree, everything: bool) -> int:
+def check(tree: Tree) -> int:
     found = [violation for rule in RULES.values() for violation in rule(tree)]
-    enforced = [one for one in found if everything or one.rule in ENFORCED]
-    for violation in enforced:
+    for violation in found:
         print(violation)
-    if later := Counter(one.rule for one in found if one not in enforced):
-        counts = ", ".join(f"rule {rule}: {number}" for rule, number in sorted(later.items()))
-        print(f"not yet enforced (--all enforces them): {counts}")
-    return int(bool(enforced))
+    return int(bool(found))
 
 
 if __name__ == "__main__":

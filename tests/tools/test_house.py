@@ -454,9 +454,9 @@ def test_the_command_writes_the_map_and_says_by_its_status_whether_the_rule_is_k
     assert broken.stdout.startswith("rule 2: moot/core/noise.py: nobody imports it")
 
 
-def test_the_command_only_counts_what_is_not_enforced_yet(tmp_path: Path) -> None:
+def test_the_command_enforces_every_rule(tmp_path: Path) -> None:
     write_files(tmp_path, {"README.md": "x" * (MAX_PAGE_BYTES + 1)})
     run(tmp_path, "--write")
-    counted = run(tmp_path, "--check")
-    assert (counted.returncode, counted.stdout) == (0, "not yet enforced (--all enforces them): rule 7: 1\n")
-    assert run(tmp_path, "--check", "--all").returncode == 1
+    done = run(tmp_path, "--check")
+    assert (done.returncode, done.stdout.count("\n")) == (1, 1)
+    assert done.stdout.startswith("rule 7: README.md")

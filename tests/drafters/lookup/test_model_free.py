@@ -182,8 +182,8 @@ def test_kinds_of_other_packages_are_found(tmp_path: Path, monkeypatch: pytest.M
     folder = tmp_path
     (folder / "outside_kind.py").write_text(
         "from moot.drafters.interface import Kind\n"
-        "from moot.drafters.lookup.prompt_lookup import PromptLookupOptions, PromptLookupProposer\n"
-        "kind = Kind('echo', PromptLookupOptions, PromptLookupProposer)\n"
+        "from moot.drafters.lookup.prompt_lookup import PromptLookupOptions, PromptLookupDrafter\n"
+        "kind = Kind('echo', PromptLookupOptions, PromptLookupDrafter)\n"
         "wrong = 3\n"
     )
     info = folder / "outside_kind-1.0.dist-info"
