@@ -1,4 +1,4 @@
-"""Trained drafters by name: `shipped@NAME` wherever the folder of a drafter is named. And the folder of caches."""
+"""Trained drafters by name (`shipped@NAME` wherever the folder of a drafter is named), and the folder of caches."""
 
 from __future__ import annotations
 

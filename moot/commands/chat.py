@@ -1,4 +1,4 @@
-"""`moot chat`: talk to a running server. Answers stream; where their tokens came from is told after each."""
+"""`moot chat`: talk to a running server. Answers stream; after each the command says where its tokens came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison of drafting on and off says. Pure: samples in, numbers and tables out.
+"""The comparison of drafting on and off. Pure: samples in, numbers and tables out.
 
 Speed counts decoding only: tokens after the first piece of the stream over the time from that piece to the last one.
 Medians over the repetitions, with the lowest and highest beside them.

@@ -1,6 +1,7 @@
-"""The whole system on this machine: which processes, with which flags, in which order.
+"""The whole system on this machine: which drafters, which processes, with which flags, in which order.
 
-Which drafters a system on one machine has, and where each of them runs.
+Kinds that look into the target run in the verifier, kinds without a model in the router, all others in processes of
+their own.
 """
 
 from __future__ import annotations

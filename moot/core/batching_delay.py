@@ -1,10 +1,11 @@
-"""How long a step waits for sessions that were just answered and will have their next draft here in a moment.
+"""The batching delay: how long a step waits for sessions that were just answered and will have their next draft soon.
 
 A step that starts as soon as the first draft is here leaves the others behind: requests fall into two groups that take
-turns, each in a batch half as large. Where a step of all takes hardly longer than one of half of them, that costs up
-to half of the throughput; and while a long prompt is read, a request whose draft comes a millisecond late waits for
-two chunks instead of one. Whoever is usually back within `share` of a step is waited for; nobody else is. The wait
-changes who shares a step, so (in batch-invariant mode) no bit of any answer. Pure; times in nanoseconds, no clock.
+turns, each in a batch half as large. Where a step of all takes hardly longer than one of half of them, that costs up to
+half of the throughput; and while a long prompt is read, a request whose draft comes a millisecond late waits for two
+chunks instead of one. A session that is usually back within `share` of a step is waited for; no other is. The wait
+changes which sessions share a step, so (in batch-invariant mode) no bit of any answer. Pure; times in nanoseconds, no
+clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tree of exceptions. What each class is outside the process that raises it stands in one table, ERRORS.
+"""The tree of exceptions. One table, ERRORS, says what each class is outside the process that raises it.
 
 MootError
 ├── ConfigError                a flag, environment variable or file is wrong (exit status 2)
@@ -8,7 +8,7 @@ MootError
 ├── ModelNotFound
 ├── Unauthenticated
 ├── RateLimited                the caller is over its limit; `retry_after_s`
-├── NoCapacity                 nobody can serve it now; `retry_after_s`
+├── NoCapacity                 nothing has room for the request now; `retry_after_s`
 │   ├── Draining               this pod is going away
 │   └── OutOfMemory            not even this request alone found memory
 ├── DeadlineExceeded           a wait reached its bound
@@ -28,7 +28,7 @@ MootError
     ├── LeaseHeld              its owner may still be alive; `retry_after_s`
     └── RecordNotFound         never written, or its time to live is over
 
-Policies by name.
+`named` looks a policy up by its name.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""The interface of every drafter kind.
+"""The interface of every drafter kind, and what the kinds share.
 
-A drafter serves many sessions. For each it is told the prefix (prompt plus committed ids) and, when asked, returns
-up to `width` chains of up to K ids that may come next, or abstains. Whatever it returns, the text stays the same.
+A drafter serves many sessions. For each it is told the prefix (prompt plus committed ids) and, when asked, returns up
+to `width` chains of up to K ids that may come next, or abstains. Whatever it returns, the text stays the same.
 
-Drafters as a command line names them: `[id=]kind[:option=value]...`.
-
-Options of drafter kinds: one frozen dataclass per kind, closed, built from any mapping (text or typed values).
-
-What the kinds without a model share: sessions that follow a prefix, limits, and the check of what they emit.
-
-What a drafter kind hands to the registry.
+A command line names drafters as `[id=]kind[:option=value]...` (`parse_entries`). The options of a kind are one frozen
+dataclass, closed, built from any mapping of text or typed values (`parse_options`). `ModelFreeDrafter` is the base of
+kinds without a model: sessions that follow a prefix, limits, and the check of what they emit. `Kind` is what a kind
+hands to the registry.
 """
 
 from __future__ import annotations

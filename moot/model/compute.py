@@ -1,4 +1,4 @@
-"""Where a model computes, and with which numbers. Imports no torch: commands know it too."""
+"""Options of the place where a model computes, and of its number format. Imports no torch: commands know it too."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The layout of a step: its rows, the tiles in which they attend, and the slots and masks of each tile."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,12 +1,11 @@
-"""Numbers that do not depend on the company they keep.
+"""Rules under which a row's numbers do not depend on its batch-mates.
 
 A matrix product may round a row differently depending on how many rows share the call and where the row lies among
 them: BLAS libraries have other kernels for few rows and for remainders. In batch-invariant mode every product runs in
 tiles of at most 32 rows (a decoder's of more, where that holds), padded to row counts that are equal bit by bit;
 attention runs in tiles of at most 32 query rows of one request, padded likewise, over a KV length that is a multiple of
-256. What holds depends on the machine: `selfcheck` picks the cheapest that does, or refuses the mode.
-
-What the CPU can do, as Linux lists it.
+256. What holds depends on the machine: `selfcheck` picks the cheapest that does, or refuses the mode. What the CPU can
+do is read from Linux's list.
 """
 
 from __future__ import annotations

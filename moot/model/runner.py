@@ -1,6 +1,6 @@
-"""One ragged forward pass over the tokens of many requests.
+"""The runner of a model: one ragged forward pass over the tokens of many requests.
 
-The target's last hidden states of a pass: what its output layer is given, for drafters that read them.
+`States` are the target's last hidden states of a pass, as its output layer is given them, for drafters that read them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A pod's certificate, key and authorities: read from files, and checked before anybody uses them."""
+"""A pod's certificate, key and authorities: read from files, and checked before they are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who a pod is: its namespace, release and role, as the one `moot://` URI in its certificate says."""
+"""The identity of a pod: namespace, release and role, as the one `moot://` URI in its certificate says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors to gRPC's status codes."""
+"""Interceptors of gRPC servers: errors become gRPC's status codes."""
 
 from __future__ import annotations
 

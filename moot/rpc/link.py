@@ -1,13 +1,12 @@
-"""Settings that both ends of a link must share: keepalive, deadlines, message sizes. One config, so they agree.
+"""Links between pods: settings that both ends share, queues of frames, and what a failed call says of a peer.
 
-Measured with grpcio 1.85: keepalive alone takes a minute to notice a frozen peer; with http2.ping_timeout set it
-takes one to two seconds. A client that pings faster than the server allows is cut off with "too many pings".
+Keepalive, deadlines and message sizes stand in one config, so that both ends agree. Measured with grpcio 1.85:
+keepalive alone takes a minute to notice a frozen peer; with http2.ping_timeout set it takes one to two seconds. A
+client that pings faster than the server allows is cut off with "too many pings".
 
-A bounded queue whose reader takes all that is there at once, as far as one message holds it: few frames.
-
-Writing a message, and learning the moment in which gRPC has it.
-
-Why a peer could not be asked what it is, as far as gRPC tells: for logs, and for how soon to try again.
+`FrameQueue` is a bounded queue whose reader takes all that is there at once, as far as one message holds it: few
+frames. `Handed` writes a message and learns the moment in which gRPC has it. `failure_of` says why a peer could not be
+asked what it is, as far as gRPC tells: for logs, and for how soon to try again.
 """
 
 from __future__ import annotations

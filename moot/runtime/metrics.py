@@ -5,11 +5,9 @@ time the verifier, drafting time the drafter. Label values come from closed sets
 known beforehand shows all of them from the start, since the first increase of a series that was not there is lost.
 `docs/metrics.md` is made of this module.
 
-A histogram that one thread moves: no lock, and one addition for many equal values.
-
-What defines a metric: name, kind, text, labels and the services that own it; on a registry of one process.
-
-Three gauges a second time, under the names that inference gateways know from vLLM.
+A `Definition` has the name, kind, text and labels of a metric, and the services that own it; `Definitions` puts them on
+a registry of one process. A `Tally` is a histogram that one thread moves: no lock, and one addition for many equal
+values. `VllmNames` exposes three gauges a second time, under the names that inference gateways know from vLLM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A bound for many waits of one length that hardly ever last so long, with one timer for all of them."""
+"""A bound for waits of equal length, of which hardly any lasts so long, with one timer for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a service is told of its life as a process. Imports no gRPC: commands know it too."""
+"""Options of a service as a process. Imports no gRPC: commands know them too."""
 
 from __future__ import annotations
 

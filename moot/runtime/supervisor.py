@@ -1,8 +1,9 @@
-"""Services as child processes: started together, awaited by their ready files, replaced if asked for, ended as one.
+"""The supervisor of services that run as child processes.
 
-The children live in sessions of their own, so that Ctrl-C reaches this process only and they end in order; where the
-system can do it (Linux) they get SIGTERM when this process dies without having said so. A child that ends by itself
-is reported, and started again only where that was asked for.
+They start together, are awaited by their ready files, replaced if asked for, and end as one. The children live in
+sessions of their own, so that Ctrl-C reaches this process only and they end in order; where the system can do it
+(Linux) they get SIGTERM when this process dies without having said so. A child that ends by itself is reported, and
+started again only where that was asked for.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Distributed traces by OpenTelemetry, whose API records nothing unless the environment names a collector.
+"""Traces of a process: distributed ones by OpenTelemetry, and a record of what it computes and when, in a file.
 
-`OTEL_EXPORTER_OTLP_ENDPOINT` (or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`) switches them on, as in every program that uses
-OpenTelemetry; its other variables (sampler, headers, resource) work as well. What records and sends is the extra
-`tracing`. A span is one request's stay in a process; its context travels inside the messages of that request, since a
-stream carries many. No prompt, text, token or key is an attribute.
+Both are off unless the environment names where they go; the API of OpenTelemetry then records nothing, and the record
+costs one look at a variable. `OTEL_EXPORTER_OTLP_ENDPOINT` (or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`) names a collector,
+as in every program that uses OpenTelemetry; its other variables (sampler, headers, resource) work as well. What records
+and sends is the extra `tracing`. A span is one request's stay in a process; its context travels inside the messages of
+that request, since a stream carries many. No prompt, text, token or key is an attribute.
 
-An opt-in record of what a process computes and when: one JSON object a line, in the file MOOT_TRACE_FILE names.
-
-Off, and one look at a variable, unless the environment names a file. A line has `name`, `start_ns` and `end_ns` of
+MOOT_TRACE_FILE names the file of the record, one JSON object a line. A line has `name`, `start_ns` and `end_ns` of
 CLOCK_MONOTONIC, which all processes of a machine share, and the facts that the place gives. `{pid}` in the file's name
 stands for the process id.
 """

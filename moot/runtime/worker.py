@@ -1,4 +1,4 @@
-"""A thread that does all of a process's computing, from loading the model to its last step.
+"""The compute thread: one thread that does all of a process's computing, from loading the model to its last step.
 
 One thread, because OpenMP keeps a team of threads for each thread that computes: with a second team there are more
 threads than cores, and then libgomp lets a waiting thread sleep at once instead of watching for the next piece of work.

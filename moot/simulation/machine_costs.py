@@ -1,4 +1,4 @@
-"""What a step and a draft cost: measured tables, and straight lines where nothing was measured. Seconds."""
+"""Costs of a step and of a draft, in seconds: measured tables, and straight lines where nothing was measured."""
 
 from __future__ import annotations
 

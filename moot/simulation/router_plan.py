@@ -1,4 +1,4 @@
-"""What a simulated router costs, and what is counted of its requests."""
+"""The costs of a simulated router, and the counts of its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of drafter replicas: each drafts for all that wait together, and ahead while nobody waits."""
+"""A simulated pool of drafters: each replica drafts for all waiting asks in one batch, and ahead while it is idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request: the rounds of the real router, in simulated time and with the project's own policy."""
+"""A simulated request: the rounds of the real router, in simulated time and with the project's own policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests are about: their own text, and what each drafter proposes at each place of it.
+"""Simulated texts: the text of each request, and what each drafter proposes at each place of it.
 
 `RandomTexts` draws: a drafter's token at depth j is right with a chance that is given per depth, and drafters may be
 wrong together. A recorded text with real drafters is another `Texts` (lab.bench.simulate has one).

@@ -1,4 +1,4 @@
-"""A verifier: the project's own scheduler, a table of step times, and how its batches are put together."""
+"""A simulated verifier: the project's own scheduler, a table of step times, and how its batches are put together."""
 
 from __future__ import annotations
 

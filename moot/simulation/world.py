@@ -1,4 +1,4 @@
-"""A whole installation: what it consists of, what happens to it, and what it delivers."""
+"""A simulated installation: what it consists of, what happens to it, and what it delivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter without a model that speaks the real wire: it knows the true text and spoils it as it is told."""
+"""A drafter without a model that speaks the real wire: it knows the true text and spoils it as the test tells it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter kind without a model whose costs and hits are scripted: the real drafter around it can be measured."""
+"""A drafter kind without a model with scripted costs and hits, so that the real drafter around it can be measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripted peers know of a request, and how a scripted verifier advances one."""
+"""Sessions of scripted peers: what a peer knows of a request, and how a scripted verifier advances one."""
 
 from __future__ import annotations
 

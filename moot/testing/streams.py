@@ -1,4 +1,4 @@
-"""What the scripted peers share: streams of frames with sessions, served until either end leaves."""
+"""The base of scripted peers: streams of frames with sessions, served until either end leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a drafter can be told: what is its own, and the options of its parts."""
+"""The configuration of a drafter: its own options, and those of its parts."""
 
 from __future__ import annotations
 

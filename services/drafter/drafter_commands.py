@@ -1,4 +1,4 @@
-"""What a stream says to the engine and what comes back. Plain data."""
+"""The commands of a stream to the drafter's engine, and the engine's answers. Plain data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The sessions of one drafter: bounded in number, each owned by a stream, closed when idle for too long.
 
-What a drafter has ready after a session's prefix, and which of it was drafted ahead. Pure.
+`Path` is what a drafter has ready after a session's prefix, and which of it was drafted ahead. Pure.
 """
 
 from __future__ import annotations

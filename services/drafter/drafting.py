@@ -1,17 +1,15 @@
-"""What the drafting thread does next: what is asked for, then new sessions, then proposals nobody has asked for yet.
+"""The work of the drafting thread: asks first, then new sessions, then proposals drafted ahead of their ask.
 
 Kinds that draft token by token are driven one step at a time, so that whatever comes in waits for one step at most: an
 ask joins the batch at its next step, and drafting ahead ends between two tokens. Ahead means: one whole next proposal
-and the target's own token before it, which is what can be used when the present one is accepted whole.
+and the target's own token before it, which is what can be used when the present one is accepted whole. Answers are
+collected in an `AnswerQueue` while a piece of work is done, and delivered to their streams in one go.
 
-Answers on their way to their streams: gathered while a piece of work is done, delivered together.
-
-The fault point `drafter.propose`: a drafter that is slow, frozen, lying or talking garbage. For fault tests.
-
+The fault point `drafter.propose` makes a drafter slow, frozen, lying or talking garbage, for fault tests.
 `delay:SECONDS` and `freeze` stand still before drafting; `lie` answers random ids; `garbage[:form]` answers what no
-drafter may: form `range` (ids outside the vocabulary), `long` (more than asked for), `empty` (a proposal without
-ids), `confidences` (too few of them); without a form, one after the other. `memory:SESSIONS` has no memory to draft for
-more than so many at once. After `@` a request id limits it to that.
+drafter may: form `range` (ids outside the vocabulary), `long` (more than asked for), `empty` (a proposal without ids),
+`confidences` (too few of them); without a form, one after the other. `memory:SESSIONS` has no memory to draft for more
+than so many at once. After `@` a request id limits it to that.
 """
 
 from __future__ import annotations

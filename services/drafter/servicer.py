@@ -1,6 +1,6 @@
-"""The gRPC face of a drafter: streams in, engine, streams out.
+"""The gRPC servicer of a drafter: streams in, engine, streams out.
 
-Messages to commands and answers to messages: the drafter's own half of the wire.
+It turns messages into commands and answers into messages: the drafter's own half of the wire.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A router from start to end: what is made in which order, what is told when, and what is let go of.
+"""The life of a router: what is made in which order, what is told when, and what is let go of at its end.
 
-Python's cyclic garbage collector, told what a router's memory is like.
+It also tells Python's cyclic garbage collector what a router's memory is like (`settle`).
 """
 
 from __future__ import annotations

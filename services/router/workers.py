@@ -3,9 +3,8 @@
 Every worker is a whole router and listens on the same ports; the system hands each new connection to one of them
 (SO_REUSEPORT). They share the record store and the peers as replicas of a deployment do, so that a request of a worker
 that died is taken up from its record like any other, and limits are of one worker. The parent serves nothing but the
-metrics port: every worker's metrics with a label `worker`, and probes that ask the workers.
-
-The metrics of several workers as one exposition: every sample once per worker, told apart by a label.
+metrics port: every worker's metrics as one exposition, each sample with a label `worker`, and probes that ask the
+workers.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Takes commands in: what they mean for a session, or why they are refused. Nothing is computed here.
+"""The command queue of a verifier and the admission of its commands. Nothing is computed here.
 
-A peer is not trusted: whatever it sends is checked before a token of it reaches the model. A command that does not
-fit ends its own session (INVALID), because the two sides no longer agree about it; one that repeats what was already
-said (a late or doubled command) is dropped.
+`CommandQueue` is where commands wait for the compute thread: bounded, and quick to say no. Any thread offers; the
+compute thread takes at its step boundaries. What can be refused at once (draining, longer than the context, too many
+sessions or prompt tokens waiting) is refused by `offer` itself, so that an overloaded verifier answers in no time even
+while a step runs.
 
-Where commands wait for the compute thread: bounded, and quick to say no.
-
-Any thread offers; the compute thread takes at its step boundaries. What can be refused at once (draining, longer than
-the context, too many sessions or prompt tokens waiting) is refused by `offer` itself, so that an overloaded verifier
-answers in no time even while a step runs.
+`CommandAdmission` says what a command means for a session, or why it is refused. A peer is not trusted: whatever it
+sends is checked before a token of it reaches the model. A command that does not fit ends its own session (INVALID),
+because the two sides no longer agree about it; one that repeats what was already said (a late or doubled command) is
+dropped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What streams ask of the engine and what it answers: plain data, so the engine runs without gRPC as well.
+"""Commands of streams to the verifier's engine, and its answers: plain data, so the engine runs without gRPC as well.
 
 `session_id` is unique within the stream that opened the session and never reused there.
 """

@@ -1,4 +1,4 @@
-"""Everything a verifier can be told: what is its own, and the options of its parts."""
+"""The configuration of a verifier: its own options, and those of its parts."""
 
 from __future__ import annotations
 

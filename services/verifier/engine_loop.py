@@ -1,4 +1,7 @@
-"""What the compute thread does between and during steps: sessions begin, advance and end here, and nowhere else."""
+"""The engine loop: what the compute thread does between and during steps.
+
+Sessions begin, advance and end here, and nowhere else.
+"""
 
 from __future__ import annotations
 

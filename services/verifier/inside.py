@@ -1,4 +1,4 @@
-"""The drafters inside this verifier: what they are asked after a step, and what becomes of one that fails."""
+"""The drafters attached to this verifier: what they are asked after a step, and what becomes of one that fails."""
 
 from __future__ import annotations
 

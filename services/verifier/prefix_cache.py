@@ -2,9 +2,8 @@
 
 A block's key is a hash over the salt and all token ids from the beginning of the prompt to the block's end, so equal
 keys mean equal prefixes. Only prompt tokens enter: a rejected draft token can never be in a shared block. Blocks are
-copies; a hit copies them into the session's own cache, and eviction harms nobody.
-
-Moves prompt blocks between a session's own cache and the prefix cache.
+copies; a hit copies them into the session's own cache, and eviction harms no session. `PrefixSharing` moves prompt
+blocks between a session's own cache and the prefix cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Builds a verifier from its config and serves it until it is told to stop.
 
-How many tokens of KV cache there is memory for.
+It also decides how many tokens of KV cache there is memory for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""VerifierService over an engine.
+"""The gRPC servicer of a verifier: VerifierService over an engine.
 
-Frames to commands and answers to frames: the verifier's own half of the wire.
-
-One peer's stream: frames of commands in, frames of answers out, and everything freed when it ends.
+It turns frames into commands and answers into frames: the verifier's own half of the wire. `PeerStream` is one peer's
+stream: frames of commands in, frames of answers out, and everything freed when it ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The sample-and-match walk of each request of a step, over the rows of its logits.
 
-What a step makes of each request in it, and what an exception on the way means.
+`Sampled`, `Prefilled` and `Broken` are what a step makes of each request in it; exceptions on the way become one of
+them, or `DeviceLost`.
 """
 
 from __future__ import annotations

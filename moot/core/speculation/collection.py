@@ -1,4 +1,4 @@
-"""How long a round waits for its proposals, and how many a drafter may make."""
+"""The collection of a round's proposals: how long a round waits for them, and how many a drafter may make."""
 
 from __future__ import annotations
 

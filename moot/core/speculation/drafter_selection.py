@@ -1,14 +1,14 @@
-"""Whom to ask at all: a drafter that brings less than waiting for it costs is left out, and tried again now and then.
+"""Drafter selection: a drafter that brings less than waiting for it costs is left out, and tried again now and then.
 
-The panel keeps a window of rounds: how far each drafter was right and when its answer was there. Each full window is
-played again without some of the drafters: what was accepted on their word alone is lost, and so is the time for which
-only they were waited for. If the rest would have been faster, the rest is asked from then on. Pure, durations are
-arguments.
+`DrafterSelection` keeps a window of rounds: how far each drafter was right and when its answer was there. Each full
+window is played again without some of the drafters: what was accepted on their word alone is lost, and so is the time
+for which only they were waited for. If the rest would have been faster, the rest is asked from then on.
 
-When expensive drafters need not be asked: the cheap ones have answered, and one of them is sure.
+The cascade, within one round: expensive drafters need not be asked once the cheap ones have answered and one of them is
+sure. A proposal's worth is the tokens that it is expected to bring, by its drafter's own hit rates, as a part of the K
+tokens that were asked for: a short proposal leaves room for others, however sure it is.
 
-A proposal's worth is the tokens that it is expected to bring, by its drafter's own hit rates, as a part of the K
-tokens that were asked for: a short proposal leaves room for others, however sure it is. Pure.
+Pure; durations are arguments.
 """
 
 from __future__ import annotations

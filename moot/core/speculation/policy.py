@@ -1,10 +1,9 @@
-"""What decides about speculation, bundled for all requests of a router: vote, shape, weights, tables, length.
+"""The speculation policy of a router and of each of its requests: vote, shape, weights, tables, length, selection.
 
-`make_policy` makes the bundle of a router, with the tables that serve all its requests; `PoolPolicy.open` makes the
-part that belongs to one request. A round reads: plan, (ask the drafters), vote, (verify, advance), learn. Nothing here
-can change a text, only its speed.
-
-What a committed round says about its proposals (which tokens were right, and how far each drafter was) goes to both.
+`make_policy` makes the policy of a router, with the tables that serve all its requests; `PoolPolicy.open` makes the
+part that belongs to one request. A round reads: plan, (ask the drafters), vote, (verify, advance), learn. What a
+committed round says about its proposals (which tokens were right, and how far each drafter was) goes to both. Nothing
+here can change a text, only its speed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How often something is right: running hit rates with a Beta prior and decay.
+"""Calibration: running hit rates of drafters and of vote shares, with a Beta prior and decay.
 
 `Calibration`: per drafter, by bin of the confidence byte and depth. `ShareAcceptance`: for a node of the trie, by its
 share of the vote and depth. Both serve all requests of a router and are learned from committed text; nothing in the

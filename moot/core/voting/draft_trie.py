@@ -1,16 +1,13 @@
-"""Which nodes of the trie are verified, and how many are worth their time.
+"""The draft trie: the proposals of one round, merged; and which of its nodes are worth verifying.
+
+Node 0 is the committed prefix. A node is a token given all tokens before it, so whatever is counted at a node is
+counted for the same prefix: votes on a position never mix texts.
 
 Shapes: `chain` (the voted path), `siblings` (the path and the losing children next to it), `tree` (the best nodes of
 the whole trie; SpecInfer 2305.09781, EAGLE-2 2406.16858). Nodes come in the order of their estimated probability of
 being reached and accepted, so every head of the order is a well-formed draft and a budget is spent by cutting it.
 
-The proposals of one round, merged into a trie.
-
-Node 0 is the committed prefix. A node is a token given all tokens before it, so whatever is counted at a node is
-counted for the same prefix: votes on a position never mix texts.
-
-One budget of draft nodes for each verifier, spent on the best nodes of all requests that share its steps.
-
+`Budget`: one budget of draft nodes for each verifier, spent on the best nodes of all requests that share its steps.
 Requests decide one after the other and wait for none. Each leaves here what its latest nodes promise, in seconds; the
 best of all, as many as pay for a slower step, go into a batch, and the least of them is the price of a node. A request
 sends its nodes that are worth the price: what others offered last stands for what they will offer to this step. The

@@ -1,9 +1,9 @@
-"""From proposals and weights to one draft.
+"""The vote: from proposals and weights to one draft.
 
 Minions (2402.15678) votes by weight, one number per drafter; `calibrated` by what each drafter's confidence was worth
-so far. A drafter's say counts at a node of the trie, that is on a token given its prefix. A drafter with nothing to
-say abstains: it is neither for nor against. Ties: the child proposed by the heaviest single drafter, then the lowest
-token id. Whatever wins, the target decides.
+so far. A drafter's vote counts at a node of the trie, that is on a token given its prefix. A drafter without a proposal
+abstains: it is neither for nor against. Ties: the child proposed by the heaviest single drafter, then the lowest token
+id. Whatever wins, the target decides.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One number per drafter, and how it moves. Weights of one request sum to 1 over its drafter set.
+"""Weights: one number per drafter, and how it moves. Weights of one request sum to 1 over its drafter set.
 
 `minions` (2402.15678): the winner alone is rewarded or punished. `hedge` (default; multiplicative weights, HedgeSpec
-2510.20064): every drafter by what its own proposal would have won. `uniform`: never. They start from the pool's
-running weights and flow back into them when the request ends.
+2510.20064): every drafter by what its own proposal would have won. `uniform`: never. They start from the pool's running
+weights and flow back into them when the request ends.
 """
 
 from __future__ import annotations

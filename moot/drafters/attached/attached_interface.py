@@ -1,8 +1,8 @@
-"""The interface of drafters that are attached to the verifier, and their kinds by name.
+"""The interface of drafters that are attached to the verifier.
 
-They see what no other drafter does: the target's hidden state behind the last committed token. They are asked once a
-step, for all its sessions together, on the thread that computes, and what they propose goes out with the answer. Like
-every proposal it may be anything: no token of the text depends on it.
+An attached drafter sees what no other drafter does: the target's hidden state behind the last committed token. It is
+asked once a step, for all the step's sessions at once, on the thread that computes, and what it proposes goes out with
+the answer. Like every proposal it may be anything: no token of the text depends on it.
 """
 
 from __future__ import annotations

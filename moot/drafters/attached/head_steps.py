@@ -1,13 +1,9 @@
-"""How a recurrent head is stepped: by its own modules, or in the layout that takes the least time on this CPU.
+"""The steps of a recurrent head: by its own modules, or in the layout that takes the least time on this CPU.
 
-A step for one request does little and waits for memory, so the fast layout reads less: weights are
-bytes, and what the known tokens add to the gated layer is looked up instead of computed, since the layer's
-input is a sum over its parts.
-
-Matrix products with a weight of one byte a number, for guesses: few rows stream half the memory of bfloat16.
-
-Each output has a scale, and its numbers are multiples of it. A guess may be off by that much; what the target says must
-not, so that nothing of it is multiplied here.
+A step for one request does little and waits for memory, so the fast layout reads less. What the known tokens add to the
+gated layer is looked up instead of computed, since the layer's input is a sum over its parts. Weights are one byte a
+number: few rows stream half the memory of bfloat16. Each output has a scale, and its numbers are multiples of it. A
+guess may be off by that much; the target's own numbers must not, so none of its products is made here.
 """
 
 from __future__ import annotations

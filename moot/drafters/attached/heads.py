@@ -1,17 +1,15 @@
-"""A trained recurrent head on the target's last hidden state, attached to the verifier.
+"""The drafter `heads`: a trained recurrent head on the target's last hidden state, attached to the verifier.
 
 The state behind the last committed token and that token go in, and each step says one more. All sessions of a verify
-step, and all branches of each, take these steps together, so that one step of the head streams its weights once. At
-temperature > 0 tokens are drawn with the target's noise of their position.
+step, and all branches of each, take these steps in one batch, so that one step of the head streams its weights once.
+
+Tokens are chosen among a part of the vocabulary, by the target's rule and noise. Greedy rows take the highest logit.
+Sampled rows take the highest of logit / T + G, with the target's own noise G of the position, in single precision:
+enough to choose mostly what the target chooses, which is all that a draft is for. Requests with rules of their own
+(logit_bias, allowed ids, penalties, min_tokens) are drawn by the sampler itself.
 
 Confidence byte: round(255 * p), p the probability of the token in the head's own softmax, at temperature > 0 in that of
 the scores that it was drawn by, noise included.
-
-How a recurrent head chooses tokens: rows over a part of the vocabulary, drawn by the target's rule and noise.
-
-Greedy rows take the highest logit. Sampled rows take the highest of logit / T + G, with the target's own noise G of
-the position, in single precision: enough to choose mostly what the target chooses, which is all that a draft is for.
-Requests with rules of their own (logit_bias, allowed ids, penalties, min_tokens) are drawn by the sampler itself.
 """
 
 from __future__ import annotations

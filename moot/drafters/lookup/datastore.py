@@ -3,8 +3,9 @@
 The array sorts all positions by the tokens *before* them, read backwards: places after the same suffix lie side by
 side, and among them the token before that suffix ascends. So the longest suffix of a prefix that occurs in the texts is
 found token by token, each narrowing the range, until none is left.
-A folder: `tokens.npy` [n] uint32 (texts one after another, a separator before each and after the last),
-`order.npy` [positions] uint32 and `meta.json`.
+
+A folder: `tokens.npy` [n] uint32 (texts one after another, a separator before each and after the last), `order.npy`
+[positions] uint32 and `meta.json`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Back-off n-grams: the most frequent follower of the longest context that was ever seen (Katz 1987, no discount).
+"""The drafter `ngram`: the most frequent follower of the longest context that was ever seen (Katz 1987, no discount).
 
-With a table (built from texts, best from the target's own) the counts are its; without one they are learned online
-from the last `max_indexed_tokens` of prompt + output. Chains take the most frequent follower again and again.
+`NgramTable` holds counts of what follows each context of 1 to 3 tokens, as sorted arrays: built from texts, best from
+the target's own, and saved as one npz file. Without a table, counts are learned online from the last
+`max_indexed_tokens` of prompt + output. Chains take the most frequent follower again and again.
 
 Confidence byte: 64 * n + floor(63 * count / (total + 1)): n the length of the context that was found, `count` of
 `total` occurrences went on so; the added one keeps a context seen once from looking certain.
-
-Counts of what follows each context of 1 to 3 tokens, as sorted arrays: built from texts, saved as one npz file.
 """
 
 from __future__ import annotations

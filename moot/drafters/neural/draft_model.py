@@ -1,10 +1,9 @@
-"""What the kinds with a draft model of their own share: options, sessions that follow commits, limits, warming.
+"""The base of kinds with a draft model: options, sessions that follow commits, limits, warming, and their noise.
 
-With which noise a drafter that has a distribution draws its tokens at temperature > 0.
-
-Coupled: with the target's own noise, so that both draw the same token where their distributions agree (Daliri, Musco,
-Suresh, arXiv 2408.07978). The other two are there to be compared with: independent noise is a draft sampled as usual,
-greedy takes the likeliest token. A draft decides nothing, so the text is the same with each.
+`draws` names the noise with which a drafter that has a distribution draws its tokens at temperature > 0. Coupled: the
+target's own noise, so that both draw the same token where their distributions agree (Daliri, Musco, Suresh, arXiv
+2408.07978). The other two are there for comparison: independent noise is a draft sampled as usual, greedy takes the
+likeliest token. A draft decides nothing, so the text is the same with each.
 """
 
 from __future__ import annotations

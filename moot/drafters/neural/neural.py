@@ -1,9 +1,9 @@
-"""A draft model: any causal language model with the target's tokenizer.
+"""The drafter `neural`: a draft model, which is any causal language model with the target's tokenizer.
 
 All asks share one ragged forward per drafted token. A session's KV cache holds a beginning of prefix + drafted path;
 committed ids that leave the path crop it to their longest common prefix, so only what is new is computed. What was
-drafted and then committed by others is not drafted again: asking a second time for more tokens goes on where the
-first ended. At temperature > 0 tokens are drawn with the target's noise.
+drafted and then committed, on whichever drafter's proposal, is not drafted again: asking a second time for more tokens
+goes on where the first ended. At temperature > 0 tokens are drawn with the target's noise.
 
 Confidence byte: round(255 * p), p the probability of the token in the draft model's own softmax.
 """

@@ -1,6 +1,7 @@
-"""What a draft model keeps of one request: its prefix, the path drafted after it, and the cache of both.
+"""Sessions of a draft model, and the feed that runs them.
 
-Feeds the sessions of a draft model together, through a KV cache that may not have room for all of them.
+`NeuralSession`: of one request the prefix, the path drafted after it, and the cache of both. `SessionFeed` feeds all
+sessions of a draft model in batches, through a KV cache that may not have room for all of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Cheaper drafters that a draft model is fed by (staged speculative decoding, arXiv 2308.04623).
+"""Stages: cheaper drafters that feed a draft model (staged speculative decoding, arXiv 2308.04623).
 
-A stage guesses what comes next; the draft model looks at the guess in one forward and goes along with it by its own
-sample-and-match walk, as the target does with a draft. What comes out is what it would have drafted alone.
-
-The cheaper stage of a draft model: what it guesses for each session, as far as there is room to look at it.
+A stage guesses what comes next for each session, as far as there is room to look at the guess; the draft model looks at
+it in one forward and goes along with it by its own sample-and-match walk, as the target does with a draft. What comes
+out is what the draft model would have drafted alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The answer that the client expects, as a draft (OpenAI's `prediction`; aggressive decoding, arXiv 2106.04970).
+"""The drafter `prediction`: the answer that the client expects, as a draft.
 
-The output is followed through the prediction token by token. Where they part, the output is looked for anew: the last
-n ids of it, the longest n that occurs behind the last sure place, at the occurrence nearest to that place; without
-any, a run of two or more ids before it. Until something is found it goes on as though every id written since that
-place had replaced one. A place is sure once `_SURE` ids in a row were equal, so that a word found by chance does not
-lose the true place.
+OpenAI's `prediction`; aggressive decoding, arXiv 2106.04970. The output is followed through the prediction token by
+token. Where they part, the output is looked for anew: the last n ids of it, the longest n that occurs behind the last
+sure place, at the occurrence nearest to that place; without any, a run of two or more ids before it. Until something is
+found it goes on as though every id written since that place had replaced one. A place is sure once `_SURE` ids in a row
+were equal, so that a word found by chance does not lose the true place.
 
 Confidence byte: 32 * level - 1, level 0 to 8 by the ids in a row that were equal up to here (0: nothing was found).
 """

@@ -1,6 +1,6 @@
-"""The KV cache of one sequence as steps and sessions see it, wherever its numbers lie: which tokens it holds.
+"""The KV cache of one sequence as steps and sessions see it: which tokens it holds, wherever their numbers lie.
 
-Trees of tokens as rows of a step: each token names the index of its parent, which comes before it, or ROOT.
+Tokens of a step may form a tree: each token names the index of its parent, which comes before it, or ROOT.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Batch-invariant mode of a decoder: how many rows its products, attention and element-wise parts may have in a
-call."""
+"""The check behind a decoder's batch-invariant mode: row counts under which its parts round alike.
+
+It finds how many rows a decoder's products, attention and element-wise parts may have in a call.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check behind batch-invariant mode: which paddings make rows round alike here, found out bit by bit."""
+"""The check behind batch-invariant mode: which paddings make rows round alike on this machine, found bit by bit."""
 
 from __future__ import annotations
 

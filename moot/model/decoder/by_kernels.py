@@ -1,6 +1,6 @@
-"""A decoder's layers by compiled kernels, one call for each.
+"""A decoder's layers by compiled kernels, one call for each layer.
 
-What the kernels must know of a step: where each row's keys and values lie, and what it attends to.
+`StepPlan` tells the kernels of a step where each row's keys and values lie, and what it attends to.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The forward pass of a decoder: embedding, layers, output.
 
-A decoder's layers by torch's own operations, where there are no kernels.
+The layers are computed by compiled kernels, or, where there are none, by torch's own operations (`run_layers`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What a decoder layer consists of besides products and attention, each as a function of rows.
+"""The parts of a decoder layer besides products and attention, each a function of rows.
 
 No function lets a row's numbers depend on the other rows. Where torch splits an element-wise operation among threads,
 or vectors end, elements are rounded by other code; so operations that are not exact take whole rows, few per call.
 
-Rotary positions as complex numbers: a head's element pairs lie side by side, and turning them is one product.
-
+Rotary positions are complex numbers: a head's element pairs lie side by side, and turning them is one product.
 Transformers' modules pair element i of a head with element i + dim / 2; `pairing` is the order in which the outputs of
 a projection must stand so that pairs become neighbours. Queries and keys share it, so their products are the same sums.
 """

@@ -3,8 +3,8 @@
 A tile is two matrix products, the heads of a group sharing their keys: half the time of torch's fused call for 16 rows
 and 500 slots. Scores and weights are bfloat16, as they are in transformers' plain attention; sums are float32.
 
-Fresh keys and values, [2, rows, kv_heads, dim] of all rows of the step, go into slots, and for trees beside them until
-they are committed.
+Fresh keys and values, [2, rows, kv_heads, dim] of all rows of the step, go into slots; those of trees lie beside the
+slots until they are committed.
 """
 
 from __future__ import annotations

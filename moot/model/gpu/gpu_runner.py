@@ -1,12 +1,10 @@
 """`ModelRunner` for accelerators: one upload, one recorded graph, no waiting inside a step.
 
-Runs on a CPU, too, with plain operations and no graphs: that is how it is tested. It has never been run on a GPU by
-this project; lab.bench.gpu_check is the command to do so.
+A step consists of many small kernels; with a recorded CUDA graph for each set of sizes it costs one launch. On a CPU
+the runner uses plain operations and no graphs: that is how it is tested.
 
-Recorded CUDA graphs, one per set of sizes: a step of many small kernels then costs one launch.
-
-Recording has never been run on a GPU by this project (see lab.bench.gpu_check);
-without a GPU nothing here is called.
+Neither the runner nor the recording has ever been run on a GPU by this project; lab.bench.gpu_check is the command to
+do so.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
 not ship. What it ships (FlashAttention 2) takes the first key of each sequence from `cu_seq_k` and, with `seqused_k`,
 the number of keys from there, so that sequences may lie anywhere in one tensor of keys. So here every pair of a group
 of rows and a page is a sequence; a row's results over its pages are joined by their log-sum-exp. This also splits long
-contexts over the device, and as neither the portions nor the order in which they are joined depend on batch-mates,
-a row's attention rounds the same in any company.
+contexts over the device, and as neither the portions nor the order in which they are joined depend on batch-mates, a
+row's attention rounds the same whatever its batch-mates are.
 
-`varlen_attn` itself has never been run on a GPU by this project (see lab.bench.gpu_check); `plain_pages` computes
-the same from the same arguments on any device and is what tests compare with transformers' models.
+`varlen_attn` itself has never been run on a GPU by this project (see lab.bench.gpu_check); `plain_pages` computes the
+same from the same arguments on any device and is what tests compare with transformers' models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """KV in pages on the device: a pool of pages, and caches that own some of them.
 
 A page holds 512 consecutive positions of one sequence. Behind the pages lie a scratch area, in which a step lays out
-the paths of trees, and one page that takes what padding rows write and nobody reads.
+the paths of trees, and the trash page, which takes what padding rows write and is never read.
 """
 
 from __future__ import annotations

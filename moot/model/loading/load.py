@@ -1,6 +1,6 @@
-"""Any transformers causal language model from a local folder or hub id, ready to be driven by the runner.
+"""Loads any transformers causal language model from a local folder or hub id, ready to be driven by the runner.
 
-Where a model runs, and in which number format.
+It also decides where the model runs, and in which number format.
 """
 
 from __future__ import annotations

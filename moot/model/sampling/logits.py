@@ -1,8 +1,7 @@
-"""What happens to a row of logits before temperature, and the filters after it, on tensors.
+"""Processing of logits before temperature, and the filters after it, on tensors; and the noise in tensor form.
 
-Same rules, same order and same float64 arithmetic as `moot.core.sampling`, so that results are equal id by id.
-
-The noise of `moot.core.noise` for many token ids at once, equal bit by bit on every device.
+Same rules, same order and same float64 arithmetic as `moot.core.sampling`, so that results are equal id by id. The
+noise of `moot.core.noise` for many token ids at once is equal bit by bit on every device.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """The one sampler on tensors: `moot.core.sampling`, id by id, at a cost that a decoding step does not feel.
 
-Nearly no token of a vocabulary can win, and the exact noise is computed only for those that can. With s <= 0 the
-scaled logit relative to the highest, G = -log(-log u) and B the score of any one token, x wins only if s + G >= B,
-that is -log u <= exp(s - B). As -log u >= 1 - u, it needs (1 - u) * exp(-s) <= exp(-B). The left side costs one
+Nearly no token of a vocabulary can win, and the exact noise is computed only for those that can. With s <= 0 the scaled
+logit relative to the highest, G = -log(-log u) and B the score of any one token, x wins only if s + G >= B, that is
+-log u <= exp(s - B). As -log u >= 1 - u, it needs (1 - u) * exp(-s) <= exp(-B). The left side costs one
 single-precision pass over the row; the token where it is lowest gives a B so near the best score that a handful of
 tokens are left. u lies on multiples of 2^-33 from 2^-33 to 1 - 2^-33: noise ends at 33 ln 2 = 22.9 nats and begins at
 -log(33 ln 2) = -3.1, so a token more than NOISE_RANGE = 26.0 nats below the highest has always lost, and for the others
 nothing above overflows single precision or vanishes.
 
-The likeliest ids of a row of logits, as hints for drafters that live from them: no token depends on them.
+`likeliest` finds the likeliest ids of a row of logits, as hints for drafters that use them: no token depends on them.
 """
 
 from __future__ import annotations

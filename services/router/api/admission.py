@@ -1,7 +1,7 @@
-"""How many choices may be in flight and how many tokens may wait: per caller (429), over all (503). Nothing waits here:
-a refusal is immediate, and says when to come again.
+"""Admission: how many choices may be in flight and how many tokens may wait, per caller (429) and over all (503).
 
-Tokens of accepted choices that no verifier has begun yet: bounded, over all and per caller, and how fast they go.
+Nothing waits here: a refusal is immediate, and says when to come again. `TokenQueue` bounds the tokens of accepted
+choices that no verifier has begun yet, over all and per caller; `ServiceRate` is how fast they go.
 """
 
 from __future__ import annotations

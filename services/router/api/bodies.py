@@ -2,7 +2,8 @@
 
 Bounds, defaults and descriptions stand here and nowhere else; gRPC requests are read through the same structs. What
 only the served model knows (its vocabulary, its context, its names) is checked in requests.py.
-No message quotes a value: it may be somebody's text. Sentences are our own, the library's are never shown.
+
+No message quotes a value, which may be a part of a caller's text. Sentences are our own, the library's are never shown.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Generating the choices of one request concurrently, and measuring them.
+"""The choices of one request: generated concurrently, counted and timed.
 
-Chunks between the generations of one request and whoever writes its answer: bounded in bytes.
+`ChunkQueue`, bounded in bytes, holds chunks between the generations of one request and the writer of its answer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Errors to the answers of the HTTP front: status, body and headers.
+"""Error responses of the HTTP API: status, body and headers of each error.
 
-Requests that end before anything was generated, counted by the status that they are answered with.
+An `Attempt` counts a request that ends before anything was generated, by the status that it is answered with.
 """
 
 from __future__ import annotations

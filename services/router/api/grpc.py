@@ -1,4 +1,4 @@
-"""RouterService: the HTTP API's twin. Requests are checked by the same code, choices run by the same code."""
+"""RouterService: the gRPC twin of the HTTP API. The same code checks its requests and runs its choices."""
 
 from __future__ import annotations
 

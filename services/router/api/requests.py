@@ -1,7 +1,7 @@
-"""What a request asks for: one GenerationRequest per choice.
+"""Reads bodies into GenerationRequests, one for each choice.
 
-Its form is checked by the structs of bodies.py; here is what depends on the model, the settings or two fields at once.
-A larger `max_tokens` than fits is cut to what fits.
+The form of a body is checked by the structs of bodies.py; here is what depends on the model, the settings or two fields
+at once. A larger `max_tokens` than fits is cut to what fits.
 """
 
 from __future__ import annotations

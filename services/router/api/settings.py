@@ -1,4 +1,4 @@
-"""What the HTTP front is told: its limits, and what it may ask about the rest of the router."""
+"""Settings of the HTTP API: its limits, and what it may ask about the rest of the router."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
 """Token ids to text for one choice, incrementally: whole characters, no beginning of a stop string, O(1) per token.
 
 Rules. The text is the tokens' bytes as UTF-8; bytes that can never become a character show as U+FFFD, one for each
-maximal invalid part; a character that is still incomplete when the output ends is dropped. Of several stop strings
-the one completed first counts, of those completed by the same character the longest. The first `min_tokens`
-tokens complete no stop string, though one may begin in their text: as for end tokens, which are masked until
-`min_tokens` tokens are out, the token after them is the first that can end the request. The token that ends it (end or
-stop token) has no text unless `include_stop_str_in_output`. The result depends on the ids alone, never on how they were
-split into pushes.
+maximal invalid part; a character that is still incomplete when the output ends is dropped. Of several stop strings the
+one completed first counts, of those completed by the same character the longest. The first `min_tokens` tokens complete
+no stop string, though one may begin in their text: as for end tokens, which are masked until `min_tokens` tokens are
+out, the token after them is the first that can end the request. The token that ends it (end or stop token) has no text
+unless `include_stop_str_in_output`. The result depends on the ids alone, never on how they were split into pushes.
 
-Finding stop strings in a text that arrives character by character (Aho and Corasick's automaton).
+Stop strings are found character by character by Aho and Corasick's automaton (`StopStrings`).
 """
 
 from __future__ import annotations

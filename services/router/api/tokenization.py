@@ -1,13 +1,12 @@
-"""Prompts to token ids, in threads of their own: a long text never stops the event loop.
+"""Prompts to token ids, in threads of their own (a long text never stops the event loop); and the bytes of each id.
 
-A thread cannot be stopped: past the timeout the request fails and the thread works on until it is done. So the work
-is bounded beforehand: a text that is longer than the context could be, were every token the longest one, is refused
-by its size.
+A thread cannot be stopped: past the timeout the request fails and the thread works on until it is done. So the work is
+bounded beforehand: a text that is longer than the context could be, were every token the longest one, is refused by its
+size.
 
-The bytes each token id stands for in a text, derived once from a tokenizer's decoder.
-
-A token's bytes are taken *inside* a text: output follows a prompt, so the leading space that SentencePiece style
-decoders strip from the beginning of a text is kept.
+`TokenBytes` are the bytes that each token id stands for in a text, derived once from a tokenizer's decoder. A token's
+bytes are taken *inside* a text: output follows a prompt, so the leading space that SentencePiece style decoders strip
+from the beginning of a text is kept.
 """
 
 from __future__ import annotations

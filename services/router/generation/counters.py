@@ -1,6 +1,7 @@
 """The counters of speculation, moved by exactly what a request's own counts gained: their sums stay equal.
 
-What plain decoding would have taken for a round's tokens: an estimate, so that gain and loss can be seen. Pure.
+`PlainTimes` estimates what plain decoding would have taken for a round's tokens, so that gain and loss can be seen.
+Pure.
 """
 
 from __future__ import annotations

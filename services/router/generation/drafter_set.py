@@ -1,13 +1,12 @@
-"""Who votes: the drafters that requests may use, and what is known of each.
+"""The drafter set: the drafters that may vote for requests, and what one request does with them.
 
-What drafters weigh in the vote before anything is known of them.
+`DrafterSet` holds all drafters of a router and what is known of each; priors say what drafters weigh in the vote before
+anything is known of them. `RequestDrafters` belongs to one request: which drafters a round asks, what it waits for,
+what it learns.
 
-One request's dealings with its drafters: whom a round asks, what it waits for, what it learns.
-
-Drafters attached to the verifier, as the drafter set sees them: asked with every command, answered with every answer.
-
-What they propose for a round has come with the answer before it, so asking them costs no time and no message. A wish is
-a round ahead of its plan: it asks for as many tokens as the round under way was given.
+Drafters attached to the verifier are asked with every command and answered with every answer (`AttachedSource`). What
+they propose for a round has come with the answer before it, so asking them costs no time and no message. A wish is a
+round ahead of its plan: it asks for as many tokens as the round under way was given.
 """
 
 from __future__ import annotations

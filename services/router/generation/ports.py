@@ -1,7 +1,7 @@
-"""What a round needs from outside: drafters to ask, a target to decide. No transport here.
+"""The ports of a round: drafters to ask, a target to decide. No transport here.
 
-A `RequestDrafter` and a `Target` belong to one request. They read its `Prefix`, which only ever grows, so that whoever
-must be told the whole text again (a replica after a loss, a verifier after a move) finds it there.
+A `RequestDrafter` and a `Target` belong to one request. They read its `Prefix`, which only ever grows: a peer that must
+be told the whole text again (a replica after a loss, a verifier after a move) is told it from there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the router's parts say to each other: a generation asked for, its chunks, its record. Plain data, no I/O."""
+"""The types that the router's parts exchange: a generation asked for, its chunks, its record. Plain data, no I/O."""
 
 from __future__ import annotations
 

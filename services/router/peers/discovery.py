@@ -1,10 +1,8 @@
-"""Where peers are: sources of address lists. A pool follows one; whatever a source meets, the last list stays.
+"""Discovery: sources of the address lists of peers. A pool follows one; whatever a source meets, the last list stays.
 
-Where peers are, in a cluster: a list and watch of the EndpointSlices of one Service.
-
-`k8s:///NAMESPACE/SERVICE:PORT`. A thread lists and watches; after every watch that ends, however it ends, it lists
-again, so that an event that was missed is made up for. An API server that fails or answers nonsense changes nothing:
-the last list stays until another comes.
+In a cluster the source is a list and watch of the EndpointSlices of one Service, `k8s:///NAMESPACE/SERVICE:PORT`. A
+thread lists and watches; after every watch that ends, however it ends, it lists again, so that an event that was missed
+is made up for. An API server that fails or answers nonsense changes nothing: the last list stays until another comes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One drafter pod over gRPC: one stream for all requests, its sessions, its failures. Pools: drafter_pools.py.
 
-One request on one drafter replica: what it was told, what it was asked, and which answer fits.
+`DraftSession` is one request on one drafter replica: what it was told, what it was asked, and which answer fits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafters as a request sees them: alike replicas behind one id, one of them for each request until it is lost."""
+"""Pools of drafters: alike replicas behind one id, one of them for each request until it is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters inside the router's process: the kinds that need no model cost less than the hop to a pod would."""
+"""Drafters in the router's process: the kinds that need no model cost less than the hop to a pod would."""
 
 from __future__ import annotations
 

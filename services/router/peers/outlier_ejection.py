@@ -1,6 +1,6 @@
-"""When a drafter is not asked for a while: three failures, then ejected for a time that grows; no clock of its own.
+"""Outlier ejection: after three failures a drafter is ejected for a time that grows; no clock of its own.
 
-A failure is a malformed answer, or one that missed its draft trie. Of the latter only those in a row count: an answer
+A failure is a malformed answer, or one that missed its round's vote. Of the latter only those in a row count: an answer
 in time forgives them. One hiccup is one failure, however many requests saw it: a failure needs a question that was
 asked after the failure before. The n-th ejection in a row lasts n times the first; a long time without one resets n.
 """

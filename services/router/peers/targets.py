@@ -1,6 +1,7 @@
-"""The target of a request, wherever it runs: moving to another verifier, suspicion, bounded waits.
+"""The target of a request, wherever it runs: moving to another verifier, suspects, bounded waits.
 
-All verifiers of the served model: which are there, which may serve, and the choice of one for a request.
+`VerifierPool` holds all verifiers of the served model: which are there, which may serve, and the choice of one for a
+request.
 """
 
 from __future__ import annotations

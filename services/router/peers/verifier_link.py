@@ -1,12 +1,9 @@
 """One verifier pod over gRPC: one stream, its sessions, heartbeats. All of them: targets.py.
 
-Whether a verifier is alive: does it answer, and does its compute thread move while something waits for it.
-
-Bounds of everything that waits for a verifier.
-
-What verifiers say of themselves, and what their answers must be.
-
-One request on one verifier: which answer it waits for, and until when.
+`Heartbeats` say whether a verifier is alive: whether it answers, and whether its compute thread moves while something
+waits for it. `TargetPolicy` bounds everything that waits for a verifier. `VerifierFacts` are what a verifier says of
+itself; `checked` is what its answers must be. `VerifySession` is one request on one verifier: which answer it waits
+for, and until when.
 """
 
 from __future__ import annotations

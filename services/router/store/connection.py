@@ -1,7 +1,7 @@
 """One connection to the server of records: commands in pipelines, and a deadline for each pipeline.
 
-The library makes connections, and asks for the master's address when it makes one. Not so its pipelines, which cost a
-commit more than a round may lose, nor its way to ask sentinels, which believes the first that answers
+The library makes connections, and asks for the master's address when it makes one. Its pipelines are not used, because
+they cost a commit more than a round may lose; nor is its way to ask sentinels, which believes the first that answers
 (docs/decisions/0019).
 """
 

@@ -1,8 +1,7 @@
-"""What the router's rounds use: records that survive the router while the server is there, and rounds that survive
-the server when it is not.
+"""The store that rounds use: records outlive the router while the server is there, and rounds go on while it is not.
 
-Every open request is mirrored in memory. A commit goes into the mirror first, then to the server; when the server
-does not take it the commit is not durable, and the upkeep task brings the missing tail there once it is back.
+Every open request is mirrored in memory. A commit goes into the mirror first, then to the server; when the server does
+not take it the commit is not durable, and the upkeep task brings the missing tail there once it is back.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Records on the server, as they are: each method is one server-side function, and says what the server said.
+"""Records on the server: each method is one server-side function, and says what the server said.
 
-The one way to the server: function calls of many requests, in pipelines, by one task.
-
-Callers put a call on a bounded queue and wait for its own future; one worker task takes whatever has gathered (the
-commits of one answer frame arrive in one tick of the loop) and sends it as one pipeline. So a cancelled caller
-cancels nothing on the connection, and no reply can reach another request.
+`RedisLink` is the one way to the server: function calls of many requests, in pipelines, by one task. Callers put a call
+on a bounded queue and wait for its own future; one worker task takes whatever the queue holds (the commits of one
+answer frame arrive in one tick of the loop) and sends it as one pipeline. So a cancelled caller cancels nothing on the
+connection, and no reply can reach another request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A request's record as bytes and back. Pure functions; the layout is described at the head of functions.lua.
 
-What a router holds in memory of a request that it owns: enough to write its record anew.
+A `Mirror` is what a router holds in memory of a request that it owns: enough to write its record anew.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""The compiled kernels as functions of tensors.
+"""The compiled kernels as functions of tensors: compiled once per source, found again, loaded, called.
 
-Compiles the kernels once per source, and finds them again: beside the source, else under the cache directory.
+They lie beside the source, else under the cache directory. The classes of ctypes mirror the structures of kernels.c.
 
     python -m moot.model.decoder.kernels.library
 
 builds all variants beside the source, as an image does that has no compiler where it runs.
-
-The structures of kernels.c.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The HTTP application: routes and what they share.
+"""The HTTP application: its routes, and what surrounds every request.
 
-Around every request: its id, the caller's key, one log line, and an answer for whatever error comes out.
+That is the request's id, the caller's key, one log line, and an answer for whatever error comes out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One POST, from body to answer: admit, read, check, tokenize, generate, write.
+"""The endpoint of generations: one POST, from body to answer (admit, read, check, tokenize, generate, write).
 
-Server-sent events, and noticing that the reader is gone.
+`EventStream` writes server-sent events, and notices that the reader is gone.
 """
 
 from __future__ import annotations

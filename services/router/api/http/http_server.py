@@ -1,6 +1,6 @@
-"""Running the app with uvicorn inside an event loop that belongs to somebody else.
+"""The HTTP server: the app under uvicorn, inside an event loop that its caller owns.
 
-Connections whose reader is slow: how much waits for it, and how long.
+`connections` bounds how much waits for a slow reader, and for how long.
 """
 
 from __future__ import annotations

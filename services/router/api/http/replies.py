@@ -1,11 +1,4 @@
-"""What both APIs' answers share: usage, speculation metrics, the envelope.
-
-Log-probabilities in the shapes of the two APIs.
-
-The shapes of /v1/chat/completions.
-
-The shapes of /v1/completions.
-"""
+"""Replies of both endpoints, /v1/chat/completions and /v1/completions: shapes, log-probabilities, usage, metrics."""
 
 from __future__ import annotations
 
