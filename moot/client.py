@@ -177,7 +177,8 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _lines(response: httpx.Response) -> Iterator[bytes]:
-    """httpx's own lines end also where text has a U+2028 or U+0085, which JSON leaves as it is."""
+    """Lines of a body, ended by line feeds only: httpx's own lines end also where text has a U+2028 or U+0085, which
+    JSON leaves as it is."""
     rest = b""
     for part in response.iter_raw():
         *lines, rest = (rest + part).split(b"\n")

@@ -56,7 +56,8 @@ class LocalDrafters:
 
 
 def drafter_set(drafters: Sequence[str], *, is_demo: bool, as_processes: bool) -> LocalDrafters:
-    """`drafters`: entries, or AUTO alone for the best that is known. `as_processes`: none in the router.
+    """The drafter set of `drafters`: entries, or AUTO alone for the best that is known. `as_processes`: none in the
+    router.
 
     Raises ConfigError naming --drafters and the bad entry.
     """
@@ -169,12 +170,13 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
 
 
 def _variables(config: type[SystemConfig]) -> list[str]:
-    """What sets the command itself. It reaches a service as a flag, where it is meant for one."""
+    """Environment variables that set the command itself. Their values reach a service as flags, where they are meant
+    for one."""
     return [variable_of(leaf.name) for leaf in flat_options(config)]
 
 
 def _wait_serving(client: Client, supervisor: Supervisor, timeout_s: float) -> None:
-    """The router listens before it has met its verifier."""
+    """Wait until requests are served: the router listens before it has met its verifier."""
     deadline = time.monotonic() + timeout_s
     while True:
         supervisor.check()

@@ -1,7 +1,7 @@
 """The sample-and-match walk of each request of a step, over the rows of its logits.
 
-`Sampled`, `Prefilled` and `Broken` are what a step makes of each request in it; exceptions on the way become one of
-them, or `DeviceLost`.
+`Sampled`, `Prefilled` and `Broken` are what a step makes of each request in it. An exception on the way makes a request
+`Broken`, or is raised as `DeviceLost`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from moot.core.options import Options, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectionPolicy(Options):
-    """How long a round waits for proposals. Milliseconds, from the moment the drafters are asked."""
+    """The options of collection. Milliseconds count from the moment the drafters are asked."""
 
     width: int = option(1, flag="proposal_width", help="proposals that one drafter may make for a round", minimum=1)
     num_top_candidates: int = option(

@@ -80,7 +80,8 @@ def learn_trie(
 def heard(
     answers: Mapping[str, float | None], proposals: Sequence[Proposal], committed: Verification
 ) -> dict[str, DrafterAnswer]:
-    """Per drafter that was asked, how far one of its proposals was right in a committed round, and when it was there.
+    """Answers of the drafters that were asked: how far one of its proposals was right in a committed round, and when it
+    was there.
 
     `answers`: seconds until each answer, None where it missed the vote.
     """
@@ -161,7 +162,7 @@ class RequestPolicy:
         return RoundPlan(length, budget, value)
 
     def choose(self, drafter_ids: Sequence[str]) -> Sequence[str]:
-        """Whom of the request's drafters a round that drafts asks. Called once for each."""
+        """Those of the request's drafters that a round asks. Called once for each round that drafts."""
         return drafter_ids if self._selection is None else self._selection.choose(drafter_ids)
 
     @property
@@ -169,7 +170,7 @@ class RequestPolicy:
         return self._pool.options.cascade < ALWAYS_ASK
 
     def is_expensive(self, answer_seconds: float | None) -> bool:
-        """Of a drafter whose answers usually take so long: whether it is asked only where cheaper ones are not sure."""
+        """Whether a drafter whose answers usually take so long is asked only where cheaper ones are not sure."""
         return self.has_cascade and is_expensive(answer_seconds, self._usual.total if self._usual else None)
 
     def is_sure(self, plan: RoundPlan, proposals: Sequence[Proposal]) -> bool:
@@ -221,8 +222,8 @@ class RequestPolicy:
     ) -> None:
         """Learn from a round; `verification`: as it was committed. `draft_seconds`: from asking the drafters to the
         vote; `round_seconds`: from asking to this moment, None where it is not known. `answers`: per drafter that was
-        asked the seconds until its answer, None where it missed the vote; no mapping: not known. `own_seconds`: that
-        the router itself was busy with plan, questions, vote and lessons of a round; None: not known."""
+        asked the seconds until its answer, None where it missed the vote; no mapping: not known. `own_seconds`: seconds
+        that the router itself was busy with plan, questions, vote and learning of a round; None: not known."""
         pool, token_ids = self._pool, verification.output_token_ids
         if self._next_base is not None and self._next_base != verification.base_length:
             # A session opened again has committed a token that no round has shown to the weights.
@@ -298,7 +299,7 @@ _UNCALIBRATED_SCALE = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions(Options):
-    """What decides about speculation, by name and number."""
+    """The options of the speculation policy: policies by name, and numbers."""
 
     vote: str = option("calibrated", help="how the drafters' proposals become one path", choices=tuple(POLICIES))
     shape: str = option("tree", help="what is verified of the proposals", choices=tuple(SHAPES))
@@ -322,7 +323,7 @@ class SpeculationOptions(Options):
 
 @dataclass(slots=True)
 class PoolPolicy:
-    """The tables of one router."""
+    """The policy of one router, with the tables that serve all its requests."""
 
     options: SpeculationOptions
     families: dict[str, str]
@@ -374,7 +375,7 @@ class PoolPolicy:
         return Fixed(most)
 
     def budget(self, verifier_id: str) -> Budget:
-        """Of this verifier; those that no request shares are dropped."""
+        """The budget of this verifier; budgets that no request shares are dropped."""
         found = self.budgets.get(verifier_id)
         if found is None:
             self.budgets = {one: budget for one, budget in self.budgets.items() if len(budget)}

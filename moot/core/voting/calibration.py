@@ -78,7 +78,7 @@ class Calibration:
         return table
 
     def forget(self, drafter_id: str) -> None:
-        """For a drafter that is gone for good, or stands for another model now."""
+        """Drop the table of a drafter that is gone for good, or stands for another model now."""
         self._tables.pop(drafter_id, None)
 
 
@@ -117,7 +117,8 @@ class ShareAcceptance:
 
 
 class OwnAcceptance:
-    """Of one request: what its pool knows of shares, times how much more or less of that this request accepts.
+    """The acceptance of one request: what its pool knows of shares, times how much more or less of that this request
+    accepts.
 
     The factor is accepted over expected tokens of its own rounds, fading by `decay` with each depth that was reached
     towards 1, which is worth `strength` expected tokens. One request copies where another writes freely, and neither

@@ -52,7 +52,7 @@ class DraftTrie:
             self._add(proposal, len(self.drafter_ids) - 1, max_depth)
 
     def __len__(self) -> int:
-        """Nodes, the prefix not counted."""
+        """Number of nodes, the prefix not counted."""
         return len(self.token_ids) - 1
 
     def _add(self, proposal: Proposal, drafter: int, max_depth: int | None) -> None:
@@ -199,7 +199,8 @@ _LOOKS = 8
 
 
 class Budget:
-    """Of one verifier. `seconds(n)`: expected duration of a step with n tokens, never falling."""
+    """The budget of draft nodes of one verifier. `seconds(n)`: expected duration of a step with n tokens, never
+    falling."""
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self._seconds = seconds
@@ -211,7 +212,7 @@ class Budget:
         """Seconds that a node must promise to be sent."""
 
     def __len__(self) -> int:
-        """Requests that share it."""
+        """Number of requests that share the budget."""
         return len(self._offers)
 
     def spend(self, request: object, values: Sequence[float], num_requests: float) -> int:
