@@ -122,7 +122,7 @@ class TokenLogprobs:
 class Verification:
     """The target's answer to a draft, or to an opening (num_accepted 0, one token).
 
-`output_token_ids`: accepted tokens, then one next token of the target's own unless the request ended inside.
+    `output_token_ids`: accepted tokens, then one next token of the target's own unless the request ended inside.
     `batch_prefill_tokens`: tokens of prompts among the step's `batch_tokens`. `top_candidates`: per output token, the
     target's most likely ids at that position (empty unless asked for). `proposals`: for what follows, of drafters
     attached to the verifier (empty unless asked for).

@@ -34,13 +34,13 @@ class DrafterEntry:
     options: dict[str, str]
 
     def __str__(self) -> str:
-        """As parse_entries takes it."""
+        """The entry as `parse_entries` takes it."""
         options = [f":{name}={value}" for name, value in self.options.items()]
         return f"{self.drafter_id}={self.kind}" + "".join(options)
 
 
 def parse_entries(entries: Iterable[str], flag: str) -> list[DrafterEntry]:
-    """One per entry, in order. Raises ConfigError naming `flag` and the bad entry, or an id that is given twice."""
+    """Drafter entries, in order. Raises ConfigError naming `flag` and the bad entry, or an id that is given twice."""
     found: list[DrafterEntry] = []
     for entry in entries:
         head, *options = entry.split(":")
@@ -66,7 +66,8 @@ class Ask(Generic[SessionT]):
     num_speculative_tokens: int
     width: int = 1
     is_ahead: bool = False
-    """Nobody waits for it: it takes no room that another session holds, and gets nothing where there is none."""
+    """The answer is not waited for: the ask takes no room that another session holds, and gets nothing where there is
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class PathAsk(Generic[SessionT]):
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What a request brings beside its prefix. Only drafters inside the router's process are told of it."""
+    """The context that a request brings beside its prefix. Only drafters in the router's process are told of it."""
 
     prompt_length: int = 0
     """The prefix's ids after so many are output."""
@@ -120,11 +121,11 @@ class Drafter(ABC, Generic[SessionT]):
         """Start a session whose prefix is `prefix`. `params.seed` is the seed of the target's noise."""
 
     def open_request(self, prefix: Sequence[int], params: SamplingParams, request_context: RequestContext) -> SessionT:
-        """`open`, for the kinds that live from what a request brings."""
+        """`open`, for the kinds that draft from what a request brings."""
         return self.open(prefix, params)
 
     def serves(self, request_context: RequestContext) -> bool:
-        """Whether it has a vote in a request that brings this."""
+        """Whether the drafter has a vote in a request that brings this context."""
         return True
 
     @abstractmethod
@@ -140,7 +141,7 @@ class Drafter(ABC, Generic[SessionT]):
         return [self.ids_after(ask.session, ask.path, ask.num_tokens) for ask in asks]
 
     def ids_after(self, session: SessionT, path: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-        """One such answer: here, the rest of its own proposal, where that begins with `path`."""
+        """One answer of `after`: here, the rest of the drafter's own proposal, where that begins with `path`."""
         chains = self.propose([Ask(session, len(path) + num_tokens)])[0]
         ids = chains[0].token_ids if chains else ()
         return ids[len(path) :] if ids[: len(path)] == tuple(path) else ()
@@ -164,7 +165,7 @@ MAX_VOCAB_SIZE = 1 << 21
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions(Options):
-    """What every kind understands."""
+    """Options of every kind."""
 
     vocab_size: int = option(
         help="size of the tokenizer's vocabulary; ids at or above it are never proposed",
@@ -177,14 +178,14 @@ class DrafterOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class IndexingOptions(DrafterOptions):
-    """What the kinds understand that look into an index of the request's own text."""
+    """Options of the kinds that look into an index of the request's own text."""
 
     max_indexed_tokens: int = option(8192, help="the own text is indexed over at most this many last tokens", minimum=2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfidenceOptions(DrafterOptions):
-    """What the kinds understand that give every token a probability."""
+    """Options of the kinds that give every token a probability."""
 
     min_confidence: float = option(
         0.0, help="a chain ends before a token less probable than this", minimum=0, maximum=1
@@ -226,7 +227,8 @@ PrefixSessionT = TypeVar("PrefixSessionT", bound=PrefixSession)
 
 
 class ModelFreeDrafter(Drafter[PrefixSessionT], Generic[PrefixSessionT]):
-    """A kind defines three methods on its session: make an empty one, append ids, and the chains for one ask.
+    """Base of kinds without a model. A kind defines three methods on its session: make an empty one, append ids, and
+    the chains for one ask.
 
     Past `context_limit` a session drops all that it holds and abstains for good, so its memory is bounded.
     """
@@ -300,7 +302,8 @@ def window_start(length: int, window: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[OptionsT]):
-    """A name, the closed schema of its options and what builds a drafter from them."""
+    """A drafter kind as the registry knows it: a name, the closed schema of its options and what builds a drafter from
+    them."""
 
     name: str
     options: type[OptionsT]

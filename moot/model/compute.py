@@ -9,7 +9,7 @@ from moot.core.options import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeOptions(Options):
-    """What every program is told that has a model."""
+    """Options of every program that has a model."""
 
     device: str = option("auto", help="where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", help="number format", choices=("auto", "bfloat16", "float16", "float32", "float64"))
@@ -18,6 +18,6 @@ class ComputeOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchOptions(Options):
-    """What is told of torch alone."""
+    """Options of torch alone."""
 
     num_threads: int | None = option(None, help="torch threads; none: torch's default", minimum=1)

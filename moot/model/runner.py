@@ -21,7 +21,8 @@ from moot.model.rows import NATURAL, RowRules, numerics_fingerprint, tiled
 
 
 class States:
-    """Of one runner. Costs nothing until `start`, and then a reference: nothing is copied."""
+    """The hidden states of one runner's last pass. They cost nothing until `start`, and then a reference: nothing is
+    copied."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
@@ -135,7 +136,7 @@ class ModelRunner:
 
     @property
     def way(self) -> str:
-        """Which code computes a pass."""
+        """Name of the code that computes a pass."""
         return "modules" if self.loaded.decoder is None else self.loaded.decoder.way
 
     @property

@@ -41,7 +41,7 @@ def validate_proposal(proposal: Proposal, vocab_size: int, max_tokens: int) -> s
 class Shares:
     """Share of the vote of each node among its siblings, in [0, 1], worked out when asked for.
 
-With `tables` (one per drafter of the draft trie) the share is a probability: the highest hit rate behind the node,
+    With `tables` (one per drafter of the draft trie) the share is a probability: the highest hit rate behind the node,
     scaled down where siblings would sum to more than 1, since one token at most is right. Siblings are ranked by all
     that is behind them: the best hit rate of each family, families combined by noisy-or. Agreement says which of two
     tokens is likelier, but drafters that read the same text are wrong together, and noisy-or as a probability would
@@ -169,7 +169,7 @@ POLICIES: dict[str, Callable[[DraftTrie, Shares, Sequence[float]], list[int]]] =
 class VoteResult:
     """`path`: indices into `draft` of the voted path, first token first; the rest of the draft are losers beside it.
 
-`winners[i]`: the drafters whose proposals run through the i-th token of the path. `agreement_ratio`: of the
+    `winners[i]`: the drafters whose proposals run through the i-th token of the path. `agreement_ratio`: of the
     drafters that voted, the part that is behind the first token of the path; None when no drafter voted. `num_offered`:
     nodes of the shape, also those that were not worth their time. `expected_accepted`: sum of the nodes' estimated
     probabilities. `trie` and `shares` are for learning.

@@ -71,7 +71,7 @@ class HeadSteps(Protocol):
 
 
 class PlainSteps:
-    """As the head's own modules compute, in the dtype and on the device of `rows`."""
+    """Steps by the head's own modules, in the dtype and on the device of `rows`."""
 
     def __init__(self, head: RecurrentHead, rows: Tensor, embedding: Tensor) -> None:
         """`rows` [vocab, state]: of the target's output layer. `embedding` [ids, state]: the target's."""
@@ -87,10 +87,10 @@ class PlainSteps:
 
 
 class FastSteps:
-    """For bfloat16 on CPUs; differs from `PlainSteps` by rounding."""
+    """Steps in bfloat16 on CPUs; they differ from `PlainSteps` by rounding."""
 
     def __init__(self, head: RecurrentHead, rows: Tensor, embedding: Tensor) -> None:
-        """As of `PlainSteps`."""
+        """Arguments as of `PlainSteps`."""
         state = head.shape.state
         inward, *of_tokens = head.inward.weight.detach().split(state, 1)
         self._inward = ByteProduct(inward)
@@ -127,7 +127,7 @@ class FastSteps:
 
 
 def head_steps(head: RecurrentHead, rows: Tensor, embedding: Tensor) -> HeadSteps:
-    """The fastest there is for this dtype and device."""
+    """The fastest steps for this dtype and device."""
     if can_multiply(rows.dtype, rows.device, head.shape.state, head.shape.width):
         return FastSteps(head, rows, embedding)
     return PlainSteps(head, rows, embedding)

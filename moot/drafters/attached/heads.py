@@ -48,7 +48,7 @@ that of several tokens the one that was drawn first has the highest."""
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a token is to be drawn: after `length` committed ids, with `history`, and the guessed `path`."""
+    """The place at which a token is drawn: after `length` committed ids, with `history`, and the guessed `path`."""
 
     params: SamplingParams
     history: History
@@ -115,7 +115,7 @@ class HeadDraws:
         return found
 
     def _scores(self, known: Tensor, places: Sequence[Place]) -> Tensor:
-        """What is highest is chosen, [n, vocab]."""
+        """The scores of which the highest is chosen, [n, vocab]."""
         hot = [row for row, place in enumerate(places) if not place.params.is_greedy and not place.has_rules]
         if not hot:
             return known
@@ -129,7 +129,7 @@ class HeadDraws:
         return drawn if whole else known.index_copy(0, index, drawn)
 
     def _noise(self, places: Sequence[Place]) -> Tensor:
-        """G of every id at each place, float32 [n, vocab]."""
+        """The noise G of every id at each place, float32 [n, vocab]."""
         if self._token_ids.device.type == "cpu":
             # -log u from 1 - u, which is exact where it decides: near 0.
             rows = [one_minus_uniform(one.params.seed, one.position, self._token_ids) for one in places]
@@ -139,7 +139,8 @@ class HeadDraws:
         return gumbel_rows(keys[:, :1], keys[:, 1:], self._token_ids[None]).float()
 
     def _filtered(self, scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-        """-inf where top_k, top_p or min_p leaves an id out; `scaled` [n, vocab], the highest of each row 0."""
+        """`scaled` with -inf where top_k, top_p or min_p leaves an id out; `scaled` [n, vocab], the highest of each row
+        0."""
         floors = [math.log(one.min_p) if one.min_p > 0 else MASKED for one in params]
         floor = torch.tensor(floors, device=scaled.device)[:, None]
         most = max((min(one.top_k, scaled.shape[1]) for one in params), default=0)
@@ -209,7 +210,8 @@ class _Row:
     """Probability of the whole path, by the head."""
 
     def last_ids(self, count: int) -> list[int]:
-        """The latest first; before the begin of the text its first id again, as in training."""
+        """The last ids of the chain, the latest first; before the begin of the text its first id again, as in
+        training."""
         ids, length = self.ask.token_ids, len(self.ask.token_ids)
         latest = self.path[: -count - 1 : -1]
         return latest + [ids[max(0, length - 1 - back)] for back in range(count - len(latest))]
@@ -265,8 +267,8 @@ class HeadsDrafter(AttachedDrafter):
     def _lengthen(
         self, rows: Sequence[_Row], states: Tensor, chains: dict[int, list[_Row]]
     ) -> tuple[list[_Row], list[int]]:
-        """Every row by one token, a first row by as many rows as its ask has chains. Returns the rows that go on, and
-        for each the index of its state."""
+        """Lengthen every row by one token, a first row by as many rows as its ask has chains. Returns the rows that go
+        on, and for each the index of its state."""
         logits = self._steps.logits(states)
         places = [Place(row.ask.params, row.ask.history, len(row.ask.token_ids), tuple(row.path)) for row in rows]
         widths = [1 if row.path else row.ask.width for row in rows]

@@ -70,7 +70,7 @@ class RecurrentHead(nn.Module):
         return torch.cat((known, other[:, None]), 1) + self.bias.float()
 
     def chosen(self, columns: Tensor) -> RecurrentHead:
-        """A head of its own that guesses the ids of `columns` alone, int64 [n], in their order."""
+        """A separate head that guesses the ids of `columns` alone, int64 [n], in their order."""
         shape = replace(self.shape, vocab=len(columns))
         head = RecurrentHead(shape, self.get_buffer("token_ids")[columns].clone())
         weights = {name: value.detach() for name, value in self.named_parameters()}
@@ -104,7 +104,7 @@ class RecurrentHead(nn.Module):
 
 
 def rms(x: Tensor) -> Tensor:
-    """Scaled to a mean square of 1, float32."""
+    """The input scaled to a mean square of 1, float32."""
     return functional.rms_norm(x.float(), x.shape[-1:], None, _EPSILON)
 
 

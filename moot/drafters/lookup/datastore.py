@@ -110,7 +110,7 @@ class Datastore:
         # Single numbers come out of a memoryview several times faster than out of a mapped array.
         self._token_at, self._order_at = memoryview(self._tokens), memoryview(self._order)
         self._ranges: dict[int, tuple[int, int]] = {}
-        """Of suffixes of one token, as they are asked for."""
+        """Ranges of suffixes of one token, kept as they are asked for."""
         self._common: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[float, ...]]] = {}
         """By the range of a match and the number of ids."""
 
@@ -149,8 +149,8 @@ class Datastore:
         return first, last, length
 
     def _narrowed(self, first: int, last: int, length: int, token: int) -> tuple[int, int]:
-        """Of the places `first` to `last`, which have `length` tokens before them in common, those with `token` before
-        these."""
+        """Those of the places `first` to `last`, which have `length` tokens before them in common, that have `token`
+        before these."""
         if token == SEPARATOR:
             return first, first
         if length == 0:

@@ -190,7 +190,7 @@ _ID_BITS = 32
 
 @dataclass(slots=True)
 class _Followers:
-    """Of a context that was seen more than once."""
+    """Followers of a context that was seen more than once."""
 
     counts: dict[int, int] = field(default_factory=dict)
     best: int = -1
@@ -310,7 +310,7 @@ class NgramDrafter(ModelFreeDrafter[NgramSession]):
 
 
 def _key(context: Sequence[int]) -> int:
-    """The ids below a leading one, so that contexts of different lengths are different numbers."""
+    """The ids packed below a leading one, so that contexts of different lengths are different numbers."""
     key = 1
     for token in context:
         key = (key << _ID_BITS) | token

@@ -29,11 +29,11 @@ GREEDY = "greedy"
 DRAWS = (COUPLED, INDEPENDENT, GREEDY)
 
 _NO_CHOICE = 1 << 32
-"""No request has as many choices: the seed of this one is nobody else's."""
+"""No request has as many choices: no other choice has the seed of this one."""
 
 
 def drafting_params(params: SamplingParams, draws: str) -> SamplingParams:
-    """What a drafter draws with for a request with `params`; `draws`: one of DRAWS."""
+    """The parameters that a drafter draws with for a request with `params`; `draws`: one of DRAWS."""
     if draws == COUPLED or params.is_greedy:
         return params
     if draws == GREEDY:
@@ -63,7 +63,8 @@ class DraftModelOptions(ConfidenceOptions):
 
 
 class DraftModelDrafter(Drafter[NeuralSession]):
-    """A kind adds how it drafts: `propose`. `loaded`: what drafts; of its embeddings the first `num_ids` are ids'."""
+    """Base of kinds with a draft model; a kind adds how it drafts: `propose`. `loaded`: what drafts; of its embeddings
+    the first `num_ids` are ids'."""
 
     def __init__(self, options: DraftModelOptions, loaded: LoadedModel, num_ids: int) -> None:
         info = loaded.info

@@ -99,7 +99,7 @@ class NeuralDrafter(DraftModelDrafter):
         return answers
 
     def after(self, asks: Sequence[PathAsk[NeuralSession]]) -> list[tuple[int, ...]]:
-        """What is drafted after a path that was asked for before goes on where that ended."""
+        """Ids after a path; after one that was asked for before, drafting goes on where that ended."""
         answers: list[tuple[int, ...]] = [()] * len(asks)
         known = [index for index, ask in enumerate(asks) if max(ask.path, default=0) < self._num_embeddings]
         for index in known:

@@ -56,7 +56,7 @@ class GuessingStage:
 
 
 class FirstOf(Drafter[tuple[Any, Any]]):
-    """What `first` says, or where it abstains, what `other` says."""
+    """Two stages as one: the guess of `first`, or where it abstains, that of `other`."""
 
     kind = "first_of"
 

@@ -97,7 +97,7 @@ class PredictionDrafter(ModelFreeDrafter[PredictionSession]):
             session.sure, session.since = session.place, 0
 
     def _found_again(self, session: PredictionSession) -> tuple[int, int]:
-        """Place and run after an id that was not expected."""
+        """The place in the prediction, and the run of equal ids, after an id that was not expected."""
         found = occurrences(session.ids, session.tail) if session.text else []
         for size in range(len(found), 0, -1):
             behind = np.searchsorted(found[size - 1], session.sure, "right")

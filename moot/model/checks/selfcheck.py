@@ -53,7 +53,7 @@ def find_rules(loaded: LoadedModel) -> RowRules:
 
 
 def check_passes(runner: ModelRunner) -> None:
-    """Compare whole passes in different chunks, and as a tree: covers what is checked nowhere else.
+    """Compare whole passes in different chunks, and as a tree: this covers what no other check does.
 
     Raises ConfigError."""
     limit = min(_PASS_TOKENS, runner.info.context_limit)

@@ -26,7 +26,7 @@ _SLOTS = 16
 
 
 class StepPlan:
-    """Of one step, for all its layers.
+    """The plan of one step, for all its layers.
 
     step_rows: rows of the step, padding included, whose results are zeros. turns: float32 [step_rows, dim], cosine and
     sine of each pair in turn.
@@ -100,7 +100,7 @@ def kernels_suit(heads: HeadShape, width: int, inner: int) -> bool:
 
 
 class KernelLayers:
-    """Of weights whose products are the kernels'."""
+    """The layers of a decoder whose weights lie as the kernels need them."""
 
     def __init__(self, kernels: Kernels, weights: DecoderWeights) -> None:
         self._kernels = kernels

@@ -27,7 +27,8 @@ def run_layers(
     rules: RowRules,
     layers: Sequence[int],
 ) -> Tensor:
-    """embedded: bfloat16 [rows, width]. Returns what the last norm makes of the last layer's rows, of that shape."""
+    """Compute all layers by torch. embedded: bfloat16 [rows, width]. Returns what the last norm makes of the last
+    layer's rows, of that shape."""
     heads, (rows, width) = weights.heads, embedded.shape
     both = torch.cat((embedded, embedded.neg()), dim=1)
     hidden, negated = both[:, :width], both[:, width:]

@@ -126,13 +126,13 @@ class HeadShape:
 
     @property
     def turned(self) -> int:
-        """Heads that are turned: queries and keys."""
+        """Number of heads that are turned: queries and keys."""
         return self.query_heads + self.kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """Of a whole decoder. embedding: bfloat16 [vocab, width]."""
+    """The weights of a whole decoder. embedding: bfloat16 [vocab, width]."""
 
     embedding: Tensor
     layers: tuple[Layer, ...]

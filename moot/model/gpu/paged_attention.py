@@ -33,9 +33,9 @@ def kernel_supports(dtype: torch.dtype, device: torch.device, head_dim: int) -> 
 
 
 class PagedAttention:
-    """`use_kernel`: torch's variable-length kernel, else plain operations. Sliding windows always take the latter:
-    where a window begins differs from row to row, which the kernel cannot be told for a page before the rows' own.
-    `kernel`: takes the arguments of `varlen_attn`, and stands in for it where there is no GPU."""
+    """Attention over pages. `use_kernel`: torch's variable-length kernel, else plain operations. Sliding windows always
+    take the latter: where a window begins differs from row to row, which the kernel cannot be told for a page before
+    the rows' own. `kernel`: takes the arguments of `varlen_attn`, and stands in for it where there is no GPU."""
 
     def __init__(self, use_kernel: bool, scaling: float, kernel: Callable[..., Any] = varlen_attn) -> None:
         self.use_kernel = use_kernel

@@ -87,7 +87,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 
 
 def publish(made: Path, folder: Path) -> None:
-    """Move a finished folder to its place in one step. When somebody else was faster, theirs stays."""
+    """Move a finished folder to its place in one step. When another process was faster, its folder stays."""
     try:
         made.rename(folder)
     except OSError:

@@ -25,7 +25,7 @@ from moot.core.errors import ModelRefused
 from moot.model.layout import STEP_ARGUMENT, AttentionArguments, Segment, Step
 
 ATTENTION_NAME = "moot_ragged"
-"""Registered with transformers below: whoever imports the name has the function, too."""
+"""Registered with transformers below: a module that imports the name has the function, too."""
 
 
 def softcapped_attention(
@@ -33,7 +33,8 @@ def softcapped_attention(
 ) -> Tensor:
     """query [heads, rows, dim], key and value [kv_heads, slots, dim], additive mask [rows, slots].
 
-    Returns [heads, rows, dim] in the query's dtype; half precision is computed in float32.
+    Returns attention with capped scores, [heads, rows, dim] in the query's dtype; half precision is computed in
+    float32.
     """
     heads, rows, dim = query.shape
     kv_heads = key.shape[0]
@@ -58,7 +59,8 @@ def ragged_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function. query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim], rotated.
+    """The attention function registered with transformers. query [1, heads, tokens, dim], key and value [1, kv_heads,
+    tokens, dim], rotated.
 
     Returns [1, tokens, heads, dim]. Writes the tokens' keys and values into their caches' pending slots.
     """
@@ -94,8 +96,8 @@ def ragged_attention(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, arguments: AttentionArguments) -> Tensor:
-    """query [heads, rows, dim], key and value [kv_heads, slots, dim], additive mask [rows, slots]. Returns what the
-    query's shape is. `arguments`: its window is in the mask already."""
+    """Attention of one tile. query [heads, rows, dim], key and value [kv_heads, slots, dim], additive mask [rows,
+    slots]. Returns what the query's shape is. `arguments`: its window is in the mask already."""
     if arguments.softcap is not None:
         scaling = query.shape[-1] ** -0.5 if arguments.scaling is None else arguments.scaling
         return softcapped_attention(query, key, value, mask, scaling, arguments.softcap)
@@ -120,7 +122,7 @@ def _store(segment: Segment, slots: Tensor, keys: Tensor, values: Tensor, layer:
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The step's layout says who attends to whom; transformers need not build a mask."""
+    """No mask: the step's layout says which tokens a token attends to; transformers need not build one."""
 
 
 AttentionInterface.register(ATTENTION_NAME, ragged_attention)

@@ -66,7 +66,7 @@ def likeliest(logits: Tensor, width: int) -> list[tuple[int, ...]]:
 __all__ = ["History", "HistoryOnPath", "Sampler"]
 
 EXACT_AT_ONCE = 512
-"""For this few tokens the exact noise of all costs less than finding out who can win."""
+"""For this few tokens the exact noise of all costs less than finding out which can win."""
 
 SCREEN_SLACK = 1e-4
 """Relative. Covers the single-precision error of the screen: |s| 2^-23 from rounding s, |s| < 27, and a few ulp."""
@@ -147,8 +147,8 @@ class Sampler:
         history: History | HistoryOnPath | None = None,
         sharpen: float = 1.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """All that `draft_token` chooses from, for drafters that go on with several: ids (int64 ascending), their
-        scaled logits, and the scores whose highest it takes; each [n]. Greedy: both are the processed logits."""
+        """The scores that `draft_token` chooses from, for drafters that go on with several: ids (int64 ascending),
+        their scaled logits, and the scores whose highest it takes; each [n]. Greedy: both are the processed logits."""
         row = self._processed(logits, params, history, None)
         highest = _highest(row)
         if params.is_greedy:
