@@ -32,16 +32,16 @@ ITEM_OVERHEAD_BYTES = 16
 
 
 class FrameQueueFull(Exception):
-    """The reader does not keep up: whoever owns the stream ends it, which frees everything behind it."""
+    """The reader does not keep up: the owner of the stream ends it, which frees everything behind it."""
 
 
 class FrameQueue(Generic[ItemT]):
-    """One event loop, any number of writers, one reader.
+    """A bounded queue of frames: one event loop, any number of writers, one reader.
 
     `put` never waits: past `max_items` it raises FrameQueueFull. `next_frame` waits for at least one item and returns
-    up to `max_frame_items` of them, fewer when they would be more than `max_frame_bytes` together (an item that is
-    larger than that comes alone); after `close` it drains what is left, then returns an empty list. `size_of`: an
-    item's bytes.
+    up to `max_frame_items` of them, fewer when their sum would be more than `max_frame_bytes` (an item that is larger
+    than that comes alone); after `close` it drains what is left, then returns an empty list. `size_of`: an item's
+    bytes.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class FrameQueue(Generic[ItemT]):
 
 
 class Handed(Generator[Any, Any, None]):
-    """`await Handed(call.write(message), note)`: as `await call.write(message)`, and `note()` is called on the way.
+    """A write of one message that tells when gRPC has it. `await Handed(call.write(message), note)`: as `await
+    call.write(message)`, and `note()` is called on the way.
 
     gRPC puts a message on the connection within the call that takes it, unless the peer's window is full; that it has
     done so it tells through its own thread and the event loop, after everything else that the loop has to do. `note`
@@ -142,8 +143,8 @@ _NEVER_CONNECTED = "failed to connect to all addresses"
 
 
 def failure_of(error: grpc.aio.AioRpcError, server_name: str | None) -> PeerRefused | PeerLost:
-    """PeerRefused where trying again at once is in vain. `server_name`: expected in the peer's certificate; None: no
-    TLS here."""
+    """The error of a failed call: PeerRefused where trying again at once is in vain. `server_name`: expected in the
+    peer's certificate; None: no TLS here."""
     details = error.details() or ""
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
         return PeerRefused(details)
@@ -165,7 +166,7 @@ HEARTBEAT_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig(Options):
-    """What both ends of a link are told; durations in milliseconds, sizes in bytes."""
+    """Options of both ends of a link; durations in milliseconds, sizes in bytes."""
 
     max_message_bytes: int = option(16 * 1024 * 1024, help="size limit of one frame, equal on both sides", minimum=1)
     keepalive_time_ms: int = option(5_000, help="milliseconds between keepalive pings, equal on both sides", minimum=1)

@@ -51,7 +51,7 @@ class Tally:
         """Sum of the values."""
 
     def observe(self, value: float, count: int = 1) -> None:
-        """`count` values of this size."""
+        """Count `count` values of this size."""
         self.counts[bisect_left(self._bounds, value)] += count
         self.total += value * count
 
@@ -95,7 +95,8 @@ ROUTER, VERIFIER, DRAFTER = SERVICES = ("router", "verifier", "drafter")
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """`name`: as it stands in a query, `_total` included. `kind`: counter, gauge or histogram."""
+    """The definition of one metric. `name`: as it stands in a query, `_total` included. `kind`: counter, gauge or
+    histogram."""
 
     name: str
     kind: str
@@ -128,7 +129,7 @@ class Definitions:
         return Histogram(f"moot_{name}", text, (), buckets=tuple(buckets), registry=registry)
 
     def _tally(self, name: str, text: str, buckets: Iterable[float]) -> Tally:
-        """Of values that the event loop's thread alone observes."""
+        """A tally of values that the event loop's thread alone observes."""
         return self._tallies(name, text, buckets).labels()
 
     def _tallies(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> TallyFamily:
@@ -143,7 +144,7 @@ class Definitions:
 
 
 class VllmNames(Collector):
-    """What an inference gateway reads of a model server, under the names that it knows from vLLM.
+    """The gauges that an inference gateway reads of a model server, under the names that it knows from vLLM.
 
     Names: the Gateway API Inference Extension's model server protocol, column vLLM. `kv_cache_usage_perc` is a
     fraction from 0 to 1 in spite of its name. vLLM numbers the engines of one server; here there is one.
@@ -185,19 +186,19 @@ MOVE_REASONS = (*dict.fromkeys(row.moves for row in ERRORS.values() if row.moves
 SHORTAGES = (
     *("caller_choices", "caller_tokens", "choices", "tokens", "places", "verifiers", "memory", "draining", "other"),
 )
-"""Of what there was too little when a request was refused: of the caller's own limits (429), or of the server's."""
+"""What was short when a request was refused: room in the caller's own limits (429), or in the server's."""
 OUT_OF_MEMORY = ("step", "draft", "request", "prefix", "drafter")
-"""What an allocation that failed has cost a verifier."""
+"""What a failed allocation has cost a verifier."""
 APIS = ("http", "grpc")
 DEGRADED_MODES = ("no_drafters", "no_verifiers", "no_speculation")
-"""And `store`, of a router that has one."""
+"""The degraded modes of every router; one with a store has `store`, too."""
 
 
 class Metrics(Definitions):
     """All metrics of one process, on a registry of their own, so that a test can hold several in one process.
 
-    `service`: router, verifier or drafter; its own metrics are exposed, the others can be moved all the same. Without
-    one all are exposed.
+    `service`: router, verifier or drafter; its own metrics are exposed, the others can be moved all the same. Without a
+    service all are exposed.
     """
 
     def __init__(self, service: str = "") -> None:

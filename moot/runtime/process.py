@@ -13,7 +13,7 @@ MAX_QUEUED_COMMANDS = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions(Options):
-    """What every service is told of its life as a process; `metrics_port` is another one in each."""
+    """Options of every service as a process; `metrics_port` is another one in each."""
 
     host: str = option("127.0.0.1", help="address to listen on")
     metrics_port: int = option(help="port of /metrics, /livez and /readyz; 0 chooses a free one", minimum=0)
@@ -24,7 +24,7 @@ class ServiceOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions(ServiceOptions):
-    """What the services are told that routers hold streams to; `port` is another one in each."""
+    """Options of the services that routers hold streams to; `port` is another one in each."""
 
     port: int = option(help="gRPC port; 0 chooses a free one", minimum=0)
     max_queued_commands: int = option(

@@ -31,7 +31,7 @@ class WorkerThread:
         return self._thread.is_alive()
 
     def submit(self, call: Callable[[], ResultT]) -> Future[ResultT]:
-        """The future gets the call's result or exception."""
+        """Submit a call; the future gets its result or exception."""
         future: Future[ResultT] = Future()
         self._calls.put((future, call))
         if self._thread.ident is None:

@@ -23,8 +23,9 @@ of them, the halves taking turns while the other half drafts."""
 
 @dataclass(frozen=True, slots=True)
 class VerifierPlan:
-    """`batching_delay_share`: part of a step's time that gathering may take. `threads`: compute threads, where cores
-    are shared. `noise`: each step takes up to so much more or less, as a part of its time."""
+    """The plan of a simulated verifier. `batching_delay_share`: part of a step's time that the batching delay may take.
+    `threads`: compute threads, where cores are shared. `noise`: each step takes up to so much more or less, as a part
+    of its time."""
 
     cost: StepCost
     batching: str = option(
@@ -43,7 +44,7 @@ class VerifierPlan:
 
 @dataclass(eq=False, slots=True)
 class SimulatedVerifySession:
-    """What the scheduler sees of a request. `length`: prompt and output; `cached`: of these, tokens with KV."""
+    """A session as the scheduler sees it. `length`: prompt and output; `cached`: of these, tokens with KV."""
 
     arrival: int
     text: SimulatedText
@@ -139,7 +140,7 @@ class Verifier:
         return round(self._timeline.now * 1e9)
 
     def die(self) -> list[SimulatedVerifySession]:
-        """Whatever it held is lost."""
+        """Lose the verifier and whatever it held."""
         self.is_alive = False
         lost = [session for members in self._members for session in members.values()]
         self._members = [{} for _ in self._members]
