@@ -53,5 +53,5 @@ class DrafterConfig(Options):
 
     @property
     def kind_options(self) -> dict[str, str]:
-        """What `--option` gave, by name."""
+        """The options that `--option` gave, by name."""
         return {name.strip(): value.strip() for name, _, value in (pair.partition("=") for pair in self.kind_option)}

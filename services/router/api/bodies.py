@@ -91,7 +91,7 @@ def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
 
 
 def is_unicode(text: str) -> bool:
-    """JSON allows lone surrogates, UTF-8 and tokenizers do not."""
+    """Whether a text has no lone surrogates, which JSON allows and UTF-8 and tokenizers do not."""
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:

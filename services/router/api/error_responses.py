@@ -19,7 +19,7 @@ from moot.runtime.metrics import Metrics
 
 
 class ClientGone(Exception):
-    """The caller closed the connection: nobody is left to answer."""
+    """The caller closed the connection: there is no reader for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ _TYPES = {
 
 
 def describe(error: BaseException) -> ErrorReply:
-    """What a caller is told. The text of an error that is not ours is not shown: it may quote anything."""
+    """The reply to a caller for an error. The text of an error that is not ours is not shown: it may quote anything."""
     match error:
         case errors.MootError():
             return _reply_of(error)

@@ -45,7 +45,7 @@ class HttpSettings(Options):
         help="choices of one API key at a time; one more is refused with 429",
         minimum=1,
     )
-    """Of one API key (without keys: of everybody together): one more is refused with 429."""
+    """Of one API key (without keys: of all callers together): one more is refused with 429."""
     max_queued_tokens: int = option(
         1_048_576,
         help="prompt tokens and max_tokens of accepted choices that no verifier has begun; more are refused with 503",
@@ -86,10 +86,10 @@ class HttpSettings(Options):
 
 
 class FrontState(Protocol):
-    """The rest of the router, as far as the HTTP front depends on it. Cheap calls without I/O."""
+    """The rest of the router, as far as the HTTP API depends on it. Cheap calls without I/O."""
 
     def model_info(self) -> ModelInfo | None:
-        """What is served; None before any verifier was seen."""
+        """The model that is served; None before any verifier was seen."""
         ...
 
     def refusal(self) -> MootError | None:
@@ -101,7 +101,7 @@ class FrontState(Protocol):
         ...
 
     def places(self) -> Places | None:
-        """Of the verifiers that can be asked now; None: not known."""
+        """Places of the verifiers that can be asked now; None: not known."""
         ...
 
     def shortage(self) -> MootError | None:
@@ -111,7 +111,7 @@ class FrontState(Protocol):
 
 @dataclass(slots=True)
 class StaticFrontState:
-    """A FrontState whose values somebody else sets."""
+    """A FrontState whose values its owner sets."""
 
     info: ModelInfo | None
     refused_with: MootError | None = None

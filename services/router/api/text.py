@@ -73,7 +73,7 @@ REPLACEMENT = "\ufffd"
 
 
 class IncrementalText:
-    """The TextAssembler of the router.
+    """The text of one choice: the TextAssembler of the router.
 
     `ending_token_ids`: ids that end this request. `offsets[i]`: where in the text the i-th kept token begins, in
     characters; a token that begins inside a character begins where that character does. Without `keep_offsets` they
@@ -114,7 +114,7 @@ class IncrementalText:
         end_token_ids: frozenset[int],
         stops: StopStrings | None = None,
     ) -> IncrementalText:
-        """The text of one choice. `end_token_ids`: the model's; `stops`: of its stop strings, where they are shared."""
+        """Made for one choice. `end_token_ids`: the model's; `stops`: of its stop strings, where they are shared."""
         return cls(
             tokens,
             stops=StopStrings(request.stop_strings) if stops is None else stops,
@@ -147,7 +147,7 @@ class IncrementalText:
         return TextDelta("".join(released), len(token_ids))
 
     def flush(self) -> str:
-        """The held-back tail, at an end without a stop string. Bytes of an incomplete character are dropped."""
+        """Release the held-back tail, at an end without a stop string. Bytes of an incomplete character are dropped."""
         tail, self._held = self._held, ""
         pending = self._decoder.getstate()[0]
         self._decoder.reset()

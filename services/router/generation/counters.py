@@ -17,7 +17,7 @@ _FOLLOWING = 0.05
 
 
 class PlainTimes:
-    """Plain steps that were seen, by how many requests were in them (in powers of two).
+    """Times of plain steps that were seen, by how many requests were in them (in powers of two).
 
     Without drafting, each token of a round would have taken a round of its own: without the draft stage, and with a
     step of one token for each request. Such steps happen in passing (the last token of a text, K = 0) and are measured
@@ -48,7 +48,7 @@ class PlainTimes:
 
 
 class RoundCounters:
-    """One for a router. Children of labelled counters are kept: looking one up costs more than moving it."""
+    """The counters of one router. Children of labelled counters are kept: looking one up costs more than moving it."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -59,8 +59,8 @@ class RoundCounters:
         self._plain = PlainTimes()
 
     def count(self, draft: Draft, verification: Verification, generation: Generation, known: Known) -> None:
-        """One round, as it was committed. `known`: what was counted of this request's drafters before; it is brought up
-        to date."""
+        """Count one round, as it was committed. `known`: what was counted of this request's drafters before; it is
+        brought up to date."""
         metrics = self._metrics
         metrics.rounds.inc()
         if draft.token_ids:
@@ -79,7 +79,7 @@ class RoundCounters:
                 known[drafter_id] = now
 
     def time(self, verification: Verification, num_tokens: int, draft_seconds: float, verify_seconds: float) -> None:
-        """How long the round's stages took for `num_tokens` committed ones."""
+        """Count how long the round's stages took for `num_tokens` committed tokens."""
         self._draft_seconds.observe(draft_seconds)
         self._verify_seconds.observe(verify_seconds)
         self._metrics.plain_decoding_seconds.inc(self._plain.estimate(verification, num_tokens, verify_seconds))

@@ -65,7 +65,8 @@ PREDICTION = "prediction"
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Of one answer. `created` is in Unix seconds. `choices` are numbered prompt-major, `n` of them per prompt."""
+    """The envelope of one answer. `created` is in Unix seconds. `choices` are numbered prompt-major, `n` of them per
+    prompt."""
 
     id: str
     created: int
@@ -148,7 +149,7 @@ class Reply(Protocol):
     chunk_kind: str
 
     def prompt(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """What stands beside the choices of an answer, or of a stream's first chunk, about the prompt."""
+        """The fields beside the choices of an answer, or of a stream's first chunk, about the prompt."""
         ...
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
