@@ -39,7 +39,7 @@ _TIMEOUT_S = 2.0
 
 
 class WorkerMetrics(Collector):
-    """`addresses()`: base URL of the metrics of each worker that serves, by its name.
+    """The metrics of all workers. `addresses()`: base URL of the metrics of each worker that serves, by its name.
 
     A worker that does not answer in time is left out of this scrape.
     """
@@ -66,7 +66,7 @@ class WorkerMetrics(Collector):
 
 
 def merged(texts: Mapping[str, str]) -> list[Metric]:
-    """Families of all expositions, each sample with the label `worker`: whose text it stood in."""
+    """Families of all expositions, each sample with the label `worker`: the worker in whose text it stood."""
     families: dict[str, Metric] = {}
     for worker, text in texts.items():
         for family in text_string_to_metric_families(text):
@@ -99,7 +99,7 @@ class Workers:
         """Whether all have been ready at a time. Before that an end ends all, after it the worker is replaced."""
 
     def start(self, argv: Sequence[str], http_port: int, grpc_port: int) -> None:
-        """`argv`: the flags that the parent was started with, which its workers get too."""
+        """Start the workers. `argv`: the flags that the parent was started with, which its workers get too."""
         ports = ("--port", str(http_port), "--grpc-port", str(grpc_port), "--metrics-port", "0")
         flags = [*argv, "--workers", "1", "--reuse-port", "true", *ports]
         for index in range(self._config.workers):
@@ -107,7 +107,7 @@ class Workers:
             self._supervisor.service(f"worker-{index}", "router", flags, environ=os.environ, logged=False)
 
     def check(self) -> bool:
-        """Take note of who serves and who has ended; True when all serve for the first time.
+        """Take note of workers that serve and that have ended; True when all serve for the first time.
 
         Raises ChildFailed when one ends before that.
         """
@@ -121,7 +121,7 @@ class Workers:
         return True
 
     def addresses(self) -> dict[str, str]:
-        """Of the metrics ports of those that serve, by the worker's number."""
+        """Addresses of the metrics ports of workers that serve, by the worker's number."""
         host = self._config.service.host
         host = host if host not in ("", "0.0.0.0") else "127.0.0.1"
         host = f"[{host if host != '::' else '::1'}]" if ":" in host else host
@@ -160,7 +160,8 @@ def serve_workers(config: RouterConfig, argv: Sequence[str]) -> None:
 
 
 def _hold(host: str, port: int) -> socket.socket:
-    """Bound as long as the parent lives, and never listening: nobody else gets the port while a worker is replaced."""
+    """A socket that is bound as long as the parent lives, and never listens: no other process gets the port while a
+    worker is replaced."""
     # First alone: the workers of another router must not share their port with these.
     bind(host, port, reuse_port=False).close()
     return bind(host, port, reuse_port=True)

@@ -33,7 +33,8 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """`base_length`: prompt + committed tokens, as the sender counts them. `round_index` grows with every verify."""
+    """Verify a draft. `base_length`: prompt + committed tokens, as the sender counts them. `round_index` grows with
+    every verify."""
 
     session_id: int
     round_index: int

@@ -80,7 +80,7 @@ class GenerationMetrics:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What pushing token ids into an assembler made known.
+    """The text that pushing token ids into an assembler released.
 
     `text`: safe to show now. `num_tokens_kept`: of the pushed ids, those that belong to the output; fewer than pushed
     only when a stop string was completed (`stopped`): the output's ids end with the token that completed it.

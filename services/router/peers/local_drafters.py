@@ -19,7 +19,7 @@ SLICE_TOKENS = 2048
 
 
 class LocalPool:
-    """One drafter, which serves every request of this router. Same interface as a pool of replicas."""
+    """One drafter in this process, which serves every request of this router. Same interface as a pool of replicas."""
 
     def __init__(self, drafter_id: str, proposer: Drafter[Any], failures: EjectionPolicy, metrics: Metrics) -> None:
         self.drafter_id = drafter_id
@@ -58,7 +58,7 @@ class LocalPool:
 
 
 class LocalDrafter:
-    """The `RequestDrafter` port of one request. It answers within `ask`."""
+    """A local drafter as the `RequestDrafter` port of one request. It answers within `ask`."""
 
     __slots__ = ("_asked_at", "_known_length", "_pool", "_prefix", "_session", "_slices")
 

@@ -40,7 +40,7 @@ from services.router.peers.links import LinkPolicy, PeerLink, PeerState, new_ses
 
 
 class Heartbeats:
-    """Of one stream: `hear` every answer to a beat, `judge` once per interval."""
+    """The heartbeats of one stream: `hear` every answer to a beat, `judge` once per interval."""
 
     def __init__(self, max_missed: int, metrics: Metrics) -> None:
         self._max_missed = max_missed
@@ -54,7 +54,7 @@ class Heartbeats:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether it has missed one or stood still for one, and is not given up yet."""
+        """Whether the verifier has missed one or stood still for one, and is not given up yet."""
         return self._num_missed > 0 or self._num_stuck > 0
 
     def hear(self, heartbeat: pb.Heartbeat) -> None:
@@ -63,7 +63,7 @@ class Heartbeats:
         self._num_queued = heartbeat.num_queued
 
     def judge(self) -> str | None:
-        """One more interval is over. Why the verifier is lost; None: it is not."""
+        """Judge at the end of an interval. Returns why the verifier is lost; None: it is not."""
         self._num_missed = 0 if self._heard else self._num_missed + 1
         if not self._heard:
             self._metrics.heartbeats_missed.labels("missed").inc()
@@ -80,7 +80,7 @@ class Heartbeats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPolicy(Options):
-    """Bounds of everything that waits for a verifier; durations in seconds."""
+    """Options that bound every wait for a verifier; durations in seconds."""
 
     heartbeat_interval_s: float = option(HEARTBEAT_INTERVAL_S, help="seconds between heartbeats to a verifier", above=0)
     max_missed_heartbeats: int = option(
@@ -104,7 +104,7 @@ class TargetPolicy(Options):
 
 @dataclass(frozen=True, slots=True)
 class AttachedFacts:
-    """A drafter inside a verifier."""
+    """A drafter attached to a verifier."""
 
     drafter_id: str
     kind: str
@@ -113,7 +113,7 @@ class AttachedFacts:
 
 @dataclass(frozen=True, slots=True)
 class VerifierFacts:
-    """What Describe said of the verifier at one address."""
+    """The facts that Describe told of the verifier at one address."""
 
     info: ModelInfo
     numerics_fingerprint: str
@@ -141,7 +141,7 @@ class VerifierFacts:
 
 
 def failure_of(failed: pb.SessionFailed, is_opening: bool) -> MootError:
-    """What a session is told whose verifier gave it up."""
+    """The error for a session that its verifier gave up."""
     error = convert.failed_from_pb(failed)
     if isinstance(error, UnknownSession) and is_opening:
         # It cannot fail to know what it is being told: count it among the verifier's own faults.
@@ -150,7 +150,8 @@ def failure_of(failed: pb.SessionFailed, is_opening: bool) -> MootError:
 
 
 def checked(verification: Verification, draft: Draft, vocab_size: int | None) -> Verification:
-    """`verification` of `draft`. Raises ValueError: a verifier that breaks the contract is not used further."""
+    """The `verification` of `draft`, if it keeps the contract. Raises ValueError: a verifier that breaks the contract
+    is not used further."""
     output, accepted = verification.output_token_ids, verification.num_accepted
     if not accepted <= len(output) <= accepted + 1 or accepted > len(draft):
         raise ValueError("the counts of tokens do not fit")
@@ -203,7 +204,7 @@ class VerifySession:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the verifier still has it, as far as is known."""
+        """Whether the verifier still has the session, as far as is known."""
         return self.link.holds(self)
 
     def verify(self, draft: Draft, base_length: int, timeout_s: float) -> None:
@@ -327,7 +328,8 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
             self._left_by_all.set()
 
     async def retire(self) -> None:
-        """Its address is gone: nothing new is opened here, and the stream ends when the last session has moved.
+        """Retire a verifier whose address is gone: nothing new is opened here, and the stream ends when the last
+        session has moved.
 
         Bounded by the longest command; a session that is idle even then moves when its request goes on.
         """
@@ -343,7 +345,8 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         await self.stop()
 
     def loss(self, reason: str) -> PeerLost | Draining:
-        """What the end of its stream means for a session: nobody lost a verifier that was taken away, or went."""
+        """The error that the end of the stream means for a session: a verifier that was taken away, or went, is not
+        lost."""
         problem = f"verifier {self.address}: {reason}"
         return Draining(problem) if self._retired or self._goes_away else PeerLost(problem)
 
@@ -433,7 +436,7 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         self._beat_timer = asyncio.get_running_loop().call_later(interval, self._beat)
 
     def _beat(self) -> None:
-        """Once per interval: did it answer, does its compute thread move, does anybody wait too long."""
+        """Once per interval: did it answer, does its compute thread move, does a session wait too long."""
         if (reason := self._heartbeats.judge()) is not None:
             self.break_stream(reason)
             return
@@ -448,7 +451,8 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
             _log.debug("no heartbeat sent", extra={"address": self.address})
 
     def end(self, session: VerifySession, *, aborted: bool) -> None:
-        """Free a session on the verifier. One that it has ended by itself, or that was lost, is known to be gone."""
+        """Free a session on the verifier. A session that the verifier has ended by itself, or that was lost, is known
+        to be gone."""
         if not self.holds(session):
             return
         self.detach(session)

@@ -11,7 +11,7 @@ Address = tuple[str, int]
 
 
 def parse_address(text: str) -> Address:
-    """`host:port`, IPv6 in brackets. Raises ConfigError naming the bad one."""
+    """The parts of `host:port`, IPv6 in brackets. Raises ConfigError naming the bad one."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"--redis-sentinels: {text!r} is not host:port")
@@ -23,7 +23,7 @@ class StoreConfig(Options):
     url: str | None = option(
         None, flag="redis_url", help="server of request records, redis://host:port/0 (none: memory only)"
     )
-    """redis://, rediss:// or unix:// address of one Redis 7 or Valkey server. With `sentinels`, who know where it is,
+    """redis://, rediss:// or unix:// address of one Redis 7 or Valkey server. With `sentinels`, which know where it is,
     only user, password, database and TLS of it are used."""
     sentinels: tuple[str, ...] = option(
         (),
@@ -94,17 +94,18 @@ class StoreConfig(Options):
 
     @property
     def server_url(self) -> str:
-        """Of a server that the sentinels know, the part of the address that they do not is the standard one."""
+        """The server's address: of a server that the sentinels know, the rest of the address is the standard one."""
         return self.url or "redis://"
 
     @property
     def attempt_s(self) -> float:
-        """Of one attempt: asking the sentinels where there are any, connecting, sending and the replies."""
+        """Seconds of one attempt: asking the sentinels where there are any, connecting, sending and the replies."""
         return self.timeout_s + self.connect_timeout_s * (2 if self.sentinels else 1)
 
     @property
     def call_deadline_s(self) -> float:
-        """Of a call from queue to reply: one batch before it and its own, two attempts and two connects each."""
+        """Seconds of a call from queue to reply: one batch before it and its own, two attempts and two connects
+        each."""
         return 4 * self.attempt_s
 
     @property
