@@ -52,7 +52,7 @@ class DemoConfig(SystemConfig):
     prompt: str | None = option(None, help="ask this instead of the five prompts")
     max_tokens: int = option_of(AnswerOptions, "max_tokens")
     repetitions: int = option(3, help="measured runs of each prompt, with and without drafting each")
-    num_speculative_tokens: int | None = option(None, help="with drafting: always so many; none: the policy decides")
+    num_speculative_tokens: int | None = option(None, help="K of every round with drafting; none: the policy decides")
     json_file: Path | None = option(None, help="also write every sample here")
 
 

@@ -47,9 +47,11 @@ class BatchOptions(Options):
     """What one step may hold."""
 
     max_num_batched_tokens: int = option(
-        1024, help="tokens of one forward pass, drafts and prefill chunks together", minimum=1
+        1024, help="most tokens of one forward pass, drafts and prefill chunks together", minimum=1
     )
-    prefill_chunk_tokens: int = option(256, help="prompt tokens of one forward pass, all prompts together", minimum=1)
+    prefill_chunk_tokens: int = option(
+        256, help="most prompt tokens of one forward pass, all prompts together", minimum=1
+    )
 
 
 @dataclass(frozen=True, slots=True)

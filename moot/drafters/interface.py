@@ -173,14 +173,16 @@ class DrafterOptions(Options):
         maximum=MAX_VOCAB_SIZE,
     )
     context_limit: int = option(131_072, help="prefix length in tokens past which the drafter abstains", minimum=1)
-    family: str = option("", help="drafters of one family are alike for the vote (empty: the kind's name)")
+    family: str = option("", help="family in the vote: drafters of one family count as alike (empty: the kind's name)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexingOptions(DrafterOptions):
     """Options of the kinds that look into an index of the request's own text."""
 
-    max_indexed_tokens: int = option(8192, help="the own text is indexed over at most this many last tokens", minimum=2)
+    max_indexed_tokens: int = option(
+        8192, help="last tokens of the request's own text that are indexed, at most", minimum=2
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +190,9 @@ class ConfidenceOptions(DrafterOptions):
     """Options of the kinds that give every token a probability."""
 
     min_confidence: float = option(
-        0.0, help="a chain ends before a token less probable than this", minimum=0, maximum=1
+        0.0, help="a chain ends before a token less probable than this, 0 to 1", minimum=0, maximum=1
     )
-    sharpen: float = option(1.0, help="multiplies the logits at temperature > 0; above 1 helps weak drafters", above=0)
+    sharpen: float = option(1.0, help="factor on the logits at temperature > 0; above 1 helps weak drafters", above=0)
 
 
 def require(holds: bool, name: str, rule: str) -> None:

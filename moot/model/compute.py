@@ -12,8 +12,12 @@ class ComputeOptions(Options):
     """Options of every program that has a model."""
 
     device: str = option("auto", help="where the model runs", choices=("auto", "cpu", "cuda"))
-    dtype: str = option("auto", help="number format", choices=("auto", "bfloat16", "float16", "float32", "float64"))
-    num_threads: int = option(0, help="compute threads; 0 leaves the choice to torch", minimum=0)
+    dtype: str = option(
+        "auto",
+        help="number format of the weights; auto: by model and device",
+        choices=("auto", "bfloat16", "float16", "float32", "float64"),
+    )
+    num_threads: int = option(0, help="compute threads; 0: as many as torch chooses", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,7 +168,9 @@ HEARTBEAT_INTERVAL_S = 1.0
 class LinkConfig(Options):
     """Options of both ends of a link; durations in milliseconds, sizes in bytes."""
 
-    max_message_bytes: int = option(16 * 1024 * 1024, help="size limit of one frame, equal on both sides", minimum=1)
+    max_message_bytes: int = option(
+        16 * 1024 * 1024, help="size limit of one frame in bytes, equal on both sides", minimum=1
+    )
     keepalive_time_ms: int = option(5_000, help="milliseconds between keepalive pings, equal on both sides", minimum=1)
     keepalive_timeout_ms: int = option(
         3_000, help="milliseconds until an unanswered ping ends the connection", minimum=1

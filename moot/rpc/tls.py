@@ -43,7 +43,7 @@ class TlsOptions(Options):
         None, help="PEM file with this pod's certificate for mutual TLS between pods (none: plain text)"
     )
     tls_key_file: Path | None = option(None, help="PEM file with its private key")
-    tls_ca_file: Path | None = option(None, help="PEM file with the authorities that other pods' certificates hang on")
+    tls_ca_file: Path | None = option(None, help="PEM file with the authorities that sign other pods' certificates")
 
     @property
     def tls_files(self) -> tuple[Path, Path, Path] | None:

@@ -30,8 +30,8 @@ class VerifierPlan:
     cost: StepCost
     batching: str = option(
         "ready",
-        help="what a step takes: what is ready (a verifier on a GPU), that after a moment's wait for those who usually "
-        "come so soon (on a CPU), all requests, or two halves in turns",
+        help="what a step takes: what is ready (a verifier on a GPU), that after a moment's wait for requests that "
+        "usually come so soon (on a CPU), all requests, or two halves in turns",
         choices=BATCHINGS,
     )
     batching_delay_share: float = CPU_SHARE

@@ -301,10 +301,14 @@ _UNCALIBRATED_SCALE = 0.6
 class SpeculationOptions(Options):
     """The options of the speculation policy: policies by name, and numbers."""
 
-    vote: str = option("calibrated", help="how the drafters' proposals become one path", choices=tuple(POLICIES))
-    shape: str = option("tree", help="what is verified of the proposals", choices=tuple(SHAPES))
-    weights: str = option("hedge", help="how a drafter's weight moves", choices=tuple(WEIGHTS))
-    length: str = option("goodput", help="how K is chosen, the tokens asked of the drafters", choices=LENGTHS)
+    vote: str = option(
+        "calibrated", help="policy by which the drafters' proposals become one path", choices=tuple(POLICIES)
+    )
+    shape: str = option(
+        "tree", help="shape of the draft: the voted path, its siblings too, or a tree", choices=tuple(SHAPES)
+    )
+    weights: str = option("hedge", help="policy by which a drafter's weight moves", choices=tuple(WEIGHTS))
+    length: str = option("goodput", help="policy that chooses K, the tokens asked of each drafter", choices=LENGTHS)
     cascade: float = option(
         ALWAYS_ASK,
         help="part of K that the best proposal of cheap drafters must be expected to bring for expensive drafters "
@@ -314,11 +318,13 @@ class SpeculationOptions(Options):
     )
     asks: str = option(
         PAYING,
-        help="whom rounds ask: the drafters that bring more than waiting for them costs, or all",
+        help="drafters that rounds ask: those that bring more than waiting for them costs, or all",
         choices=SELECTIONS,
     )
-    num_speculative_tokens: int = option(8, help="greatest K; 0: no drafting at all", minimum=0)
-    max_draft_tokens: int = option(16, help="tokens of one draft, all branches of a tree together", minimum=0)
+    num_speculative_tokens: int = option(
+        8, help="greatest K, the tokens asked of each drafter; 0: no drafting at all", minimum=0
+    )
+    max_draft_tokens: int = option(16, help="most tokens of one draft, all branches of a tree together", minimum=0)
 
 
 @dataclass(slots=True)

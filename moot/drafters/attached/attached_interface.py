@@ -59,7 +59,7 @@ class AttachedAsk:
 class ChainOptions(ConfidenceOptions):
     """Options of the kinds that propose one chain after every step."""
 
-    max_tokens: int = option(4, help="tokens of a chain at most", minimum=1)
+    max_tokens: int = option(4, help="most tokens of a chain", minimum=1)
 
 
 class AttachedDrafter(ABC):

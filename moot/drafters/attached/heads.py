@@ -191,9 +191,13 @@ def _lowest_of_top(values: Tensor, scaled: Tensor, params: Sequence[SamplingPara
 @dataclass(frozen=True, kw_only=True)
 class HeadsOptions(ChainOptions):
     path: str = option(help="folder of a head, as `moot train --kind heads` writes it")
-    rows: int = option(4096, help="most frequent ids that are guessed at all; 0: as many as the head knows", minimum=0)
+    rows: int = option(
+        4096, help="number of ids that are guessed, the most frequent ones; 0: all that the head knows", minimum=0
+    )
     min_confidence: float = option_of(
-        ChainOptions, "min_confidence", help="a chain ends before a token less probable than this, all before it too"
+        ChainOptions,
+        "min_confidence",
+        help="a chain ends before the token with which its probability as a whole falls below this",
     )
     draws: str = option_of(DraftModelOptions, "draws")
 

@@ -177,7 +177,7 @@ class NgramOptions(IndexingOptions):
     max_order: int = option(3, help="longest context, in tokens", minimum=1, maximum=MAX_ORDER)
     min_order: int = option(1, help="shortest context, in tokens", minimum=1)
     max_indexed_tokens: int = option_of(
-        IndexingOptions, "max_indexed_tokens", help="online counts are of at most this many last tokens"
+        IndexingOptions, "max_indexed_tokens", help="last tokens that online counts are made of, at most"
     )
 
     def check_together(self) -> None:

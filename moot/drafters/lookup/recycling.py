@@ -26,7 +26,9 @@ MAX_CANDIDATES = 8
 class RecyclingOptions(DrafterOptions):
     num_candidates: int = option(MAX_CANDIDATES, help="entries kept per token", minimum=1, maximum=MAX_CANDIDATES)
     shared_rows: int = option(
-        0, help="rows of a table shared by all sessions, least recently used out first; 0: none", minimum=0
+        0,
+        help="rows of a table shared by all sessions, the least recently used dropped first; 0: no such table",
+        minimum=0,
     )
 
 

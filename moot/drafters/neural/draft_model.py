@@ -45,7 +45,7 @@ def drafting_params(params: SamplingParams, draws: str) -> SamplingParams:
 class DraftModelOptions(ConfidenceOptions):
     vocab_size: int = option(0, help="size of the tokenizer's vocabulary; 0: the model's own tokenizer's", minimum=0)
     context_limit: int = option(
-        0, help="prefix length past which the drafter abstains; 0: the model's limit", minimum=0
+        0, help="prefix length in tokens past which the drafter abstains; 0: the model's limit", minimum=0
     )
     model: str = option(help="folder or hub id of a causal language model")
     revision: str | None = option(None, help="revision of a hub model")
@@ -54,8 +54,10 @@ class DraftModelOptions(ConfidenceOptions):
     num_threads: int | None = option_of(TorchOptions, "num_threads")
     kv_capacity_tokens: int = option(65_536, help="tokens of KV cache for all sessions together", minimum=1)
     batch_invariant: bool = option(False, help="proposals that do not depend on batch-mates, bit by bit (slower)")
-    draws: str = option(COUPLED, help="at temperature > 0: the target's noise, other noise, or none", choices=DRAWS)
-    prefill_chunk: int = option(256, help="tokens of one session fed in one forward", minimum=1)
+    draws: str = option(
+        COUPLED, help="noise of sampling at temperature > 0: the target's, other noise, or none", choices=DRAWS
+    )
+    prefill_chunk: int = option(256, help="most prompt tokens of one session in one forward pass", minimum=1)
 
     def load(self) -> LoadedModel:
         """The model that is named. Raises ModelRefused or ConfigError."""

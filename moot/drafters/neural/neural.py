@@ -28,14 +28,14 @@ from moot.drafters.neural.stepwise import NeuralDrafting, num_likely
 class NeuralOptions(DraftModelOptions):
     min_chain_confidence: float = option(
         0.0,
-        help="a proposal ends before the token with which it gets, as a whole, less probable than this",
+        help="a proposal ends before the token with which its probability as a whole falls below this",
         minimum=0,
         maximum=1,
     )
     stages: str = option(
-        "", help="cheaper drafters that guess what this one then looks at: kind[~option=value]...[+kind...]"
+        "", help="cheaper drafters whose guesses the draft model checks: kind[~option=value]...[+kind...]"
     )
-    stage_tokens: int = option(8, help="tokens guessed for one forward at most", minimum=1)
+    stage_tokens: int = option(8, help="most tokens guessed for one forward pass", minimum=1)
 
 
 class NeuralDrafter(DraftModelDrafter):

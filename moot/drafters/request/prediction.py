@@ -32,7 +32,9 @@ _LEAST_BACKWARD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionOptions(DrafterOptions):
-    max_match: int = option(16, help="most ids of the output that are looked for after an edit", minimum=1)
+    max_match: int = option(
+        16, help="most last tokens of the output that are searched for in the prediction after an edit", minimum=1
+    )
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from moot.drafters.request.siblings import SEPARATOR, Siblings
 @dataclass(frozen=True, kw_only=True)
 class SiblingOptions(DrafterOptions):
     max_match: int = option_of(
-        PredictionOptions, "max_match", help="most ids of a choice's end that are looked for in the others"
+        PredictionOptions, "max_match", help="most last tokens of a choice that are searched for in the other choices"
     )
     min_match: int = option_of(SuffixOptions, "min_match")
 

@@ -21,7 +21,7 @@ class HttpSettings(Options):
     """Names accepted as `model`; the first is used in answers to requests that name none."""
     max_body_bytes: int = option(
         8 * 1024 * 1024,
-        help="size limit of a request body",
+        help="size limit of a request body in bytes",
         minimum=1,
     )
     max_json_depth: int = 32
@@ -37,24 +37,24 @@ class HttpSettings(Options):
     """Prompts times n in one request."""
     max_choices_in_flight: int = option(
         1024,
-        help="choices generated at a time; one more is refused with 503",
+        help="most choices generated at a time; one more is refused with 503",
         minimum=1,
     )
     max_choices_per_key: int = option(
         256,
-        help="choices of one API key at a time; one more is refused with 429",
+        help="most choices of one API key at a time; one more is refused with 429",
         minimum=1,
     )
     """Of one API key (without keys: of all callers together): one more is refused with 429."""
     max_queued_tokens: int = option(
         1_048_576,
-        help="prompt tokens and max_tokens of accepted choices that no verifier has begun; more are refused with 503",
+        help="most tokens (prompt and max_tokens) of choices that no verifier has begun; more are refused with 503",
         minimum=1,
     )
     """Prompt and `max_tokens` of accepted choices without a first token, over all callers; more: 503."""
     max_queued_tokens_per_key: int = option(
         262_144,
-        help="such tokens of one API key; more are refused with 429",
+        help="most such tokens of one API key; more are refused with 429",
         minimum=1,
     )
     """Of one API key; more: 429. Without keys there is no such share."""
@@ -76,7 +76,7 @@ class HttpSettings(Options):
     )
     slow_client_timeout_s: float = option(
         60.0,
-        help="seconds in which a reader must make room in a full buffer; then it is cut off",
+        help="seconds in which a client must make room in a full buffer; then its connection is ended",
         above=0,
     )
     chunk_timeout_s: float = 1300.0

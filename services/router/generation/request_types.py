@@ -16,7 +16,7 @@ class RefusalOptions(Options):
     """Options of a refusal."""
 
     retry_after_s: float = option(
-        1.0, help="seconds that a refused caller is told to wait where nothing was measured yet", minimum=0
+        1.0, help="seconds that a refused caller is told to wait, until they can be estimated", minimum=0
     )
 
 

@@ -62,13 +62,17 @@ class LinkPolicy(Options):
 
     link: LinkConfig = part(LinkConfig)
     tls: PodTls | None = None
-    backoff_min_s: float = option(0.1, help="seconds until a lost peer is connected to again, at first", above=0)
-    backoff_max_s: float = option(5.0, help="seconds until then at most", above=0)
+    backoff_min_s: float = option(
+        0.1, help="seconds until a lost peer is connected to again: the first time, then more each time", above=0
+    )
+    backoff_max_s: float = option(5.0, help="most seconds until a lost peer is connected to again", above=0)
     refused_retry_s: float = option(
         10.0, help="seconds until a peer with another tokenizer, model or certificate is asked again", above=0
     )
     max_queued_commands: int = option(
-        MAX_QUEUED_COMMANDS, help="commands to one peer not yet sent; past it the stream is ended", minimum=1
+        MAX_QUEUED_COMMANDS,
+        help="most commands to one peer that wait to be sent; with more the stream is ended",
+        minimum=1,
     )
     describe_timeout_ms: int = option(2_000, help="milliseconds to connect to a peer and hear what it is", minimum=1)
 

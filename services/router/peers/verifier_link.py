@@ -84,20 +84,26 @@ class TargetPolicy(Options):
 
     heartbeat_interval_s: float = option(HEARTBEAT_INTERVAL_S, help="seconds between heartbeats to a verifier", above=0)
     max_missed_heartbeats: int = option(
-        3, help="missed or unprogressing heartbeats until a verifier is lost", minimum=1
+        3, help="heartbeats in a row, missed or without progress, until a verifier is given up", minimum=1
     )
-    open_timeout_s: float = option(300.0, help="seconds for a verifier to read a prompt, its queue included", above=0)
-    verify_timeout_s: float = option(60.0, help="seconds for a verifier to answer a draft, the pool included", above=0)
+    open_timeout_s: float = option(
+        300.0, help="seconds that a verifier may take to read a prompt, time in its queue included", above=0
+    )
+    verify_timeout_s: float = option(
+        60.0, help="seconds that a verifier may take to answer a draft, time in the pool included", above=0
+    )
     no_verifier_wait_s: float = option(
         10.0, help="seconds a request waits while no verifier can take it; then 503", above=0
     )
     retry_after_s: float = option_of(RefusalOptions, "retry_after_s")
     capacity_retry_s: float = option(0.1, help="seconds until a full verifier is asked again", above=0)
-    max_moves: int = option(3, help="lost verifiers that one request survives", minimum=0)
+    max_moves: int = option(3, help="verifiers that one request may lose and still move on", minimum=0)
     max_losses: int = option(
-        2, help="lost verifiers that were computing a request until it is not tried again", minimum=1
+        2, help="verifiers lost while computing a request until the request is not tried again", minimum=1
     )
-    suspect_wait_s: float = option(5.0, help="seconds such a request waits to be tried without other suspects", above=0)
+    suspect_wait_s: float = option(
+        5.0, help="seconds that a suspect request waits for a verifier without another suspect", above=0
+    )
     max_shortages: int = 3
     """Verifiers without memory for a request, one after the other, until it fails."""
 

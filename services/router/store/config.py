@@ -28,27 +28,31 @@ class StoreConfig(Options):
     sentinels: tuple[str, ...] = option(
         (),
         flag="redis_sentinels",
-        help="host:port of each sentinel that knows that server; then its host and port are theirs to say",
+        help="host:port of each sentinel that knows the server of records; they say its host and port",
     )
-    sentinel_master: str = option("", flag="redis_sentinel_master", help="name by which they know it")
+    sentinel_master: str = option(
+        "", flag="redis_sentinel_master", help="name by which the sentinels know the server of records"
+    )
     sentinel_username: str | None = option(
         None, flag="redis_sentinel_username", help="user of the sentinels themselves"
     )
     sentinel_password: str | None = option(
         None,
         flag="redis_sentinel_password",
-        help="password of the sentinels themselves; TLS is theirs if --redis-url is rediss://",
+        help="password of the sentinels themselves; they are spoken to by TLS if --redis-url is rediss://",
         repr=False,
     )
     mode: str = option(
         "degrade",
         flag="store_mode",
-        help="what an unreachable server of records means",
+        help="without the server of records: degrade serves on, required refuses new requests",
         choices=("degrade", "required"),
     )
     """`degrade` serves without a record, `required` refuses new requests."""
-    prefix: str = option("moot", flag="store_prefix", help="first part of every key on it")
-    timeout_s: float = option(0.1, flag="store_timeout_s", help="seconds that one attempt on it may take", above=0)
+    prefix: str = option("moot", flag="store_prefix", help="first part of every key on the server of records")
+    timeout_s: float = option(
+        0.1, flag="store_timeout_s", help="seconds that one attempt on the server of records may take", above=0
+    )
     """Of one attempt on the token path; there are at most two."""
     connect_timeout_s: float = 0.1
     lease_s: float = option(
@@ -63,7 +67,7 @@ class StoreConfig(Options):
     finished_ttl_s: float = option(
         600.0,
         flag="store_finished_ttl_s",
-        help="seconds that a finished request's record stays there, to be replayed",
+        help="seconds that a finished request's record is kept, to be replayed",
         above=0,
     )
     upkeep_interval_s: float = 0.5
