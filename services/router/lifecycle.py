@@ -113,7 +113,7 @@ class Peers:
             raise ConfigError(f"--drafters and --in-process-drafters both name {', '.join(twice)}: give one another id")
         of_requests = self._request_drafters(vocabulary_size(tokenizer))
         for pool in (*self.local, *of_requests):
-            policy.admit(pool.drafter_id, pool.proposer.family)
+            policy.admit(pool.drafter_id, pool.held_drafter.family)
         self.drafter_set.sources.update(self.pools)
         self.drafter_set.sources.update({pool.drafter_id: pool for pool in (*self.local, *of_requests)})
 
@@ -126,8 +126,8 @@ class Peers:
                 raise ConfigError(f"--request-drafters: there is {' and '.join(REQUEST_KINDS)}, not {spec.drafter_id}")
             if spec.drafter_id in taken:
                 raise ConfigError(f"--request-drafters: a drafter named {spec.drafter_id} is there: give it another id")
-            proposer = create(spec.kind, {"vocab_size": vocab_size, **spec.options})
-            pools.append(LocalPool(spec.drafter_id, proposer, self._config.ejection_policy, self._metrics))
+            drafter = create(spec.kind, {"vocab_size": vocab_size, **spec.options})
+            pools.append(LocalPool(spec.drafter_id, drafter, self._config.ejection_policy, self._metrics))
             # What one request's prediction was worth says nothing of the next one's.
             self.drafter_set.policy.selection.exempt.add(spec.drafter_id)
         return pools
