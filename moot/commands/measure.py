@@ -50,7 +50,7 @@ class Sample:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 when nothing came after the first piece."""
+        """Tokens per second of decoding; 0 when nothing came after the first piece."""
         return self.num_timed_tokens / self.decode_s if self.decode_s > 0 else 0.0
 
 

@@ -89,7 +89,7 @@ class SystemConfig(Options):
     drafter_processes: bool = option(False, help="every drafter as a process of its own, as its pods are on a cluster")
     shape: str = option_of(SpeculationOptions, "shape")
     proposal_width: int = option_of(CollectionPolicy, "width")
-    api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: everybody may call)")
+    api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: every caller may)")
     redis_url: str | None = option(
         None, help="Redis 7 or Valkey server for the requests' records; none: one is started; 'off': no records"
     )

@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _text(config: TrainConfig, folder: Path, until: float) -> TextStore | None:
-    """None: the time was over before it was complete."""
+    """The training text, None where the time was over before it was complete."""
     from lab.training.dataset import TextStore
     from lab.training.prompts import read_prompts
     from lab.training.teacher import product_dtype

@@ -106,7 +106,7 @@ class Scheduler(Generic[SessionT]):
         self._limits = limits
         self._admitted: dict[int, SessionT] = {}
         self._waiting: dict[int, SessionT] = {}
-        # Who waits longest: the count at which a session's work came, or at which it was last given a chunk.
+        # Age of each session's wait: the count at which a session's work came, or at which it was last given a chunk.
         self._turn: dict[int, int] = {}
         self._next_turn = 0
 

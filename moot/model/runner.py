@@ -144,7 +144,7 @@ class ModelRunner:
         return self.loaded.decoder is not None
 
     def keep_states(self) -> None:
-        """From now on passes leave the hidden states of their logit rows: see `states`. No logit changes."""
+        """Let passes leave, from now on, the hidden states of their logit rows: see `states`. No logit changes."""
         self._states.start()
 
     def states(self) -> list[Tensor]:

@@ -467,7 +467,7 @@ class Metrics(Definitions):
             ProcessCollector(namespace="moot", registry=self.registry)
 
     def add_vllm_names(self, model: str) -> None:
-        """From now on three gauges are exposed a second time, as vLLM names and labels them."""
+        """Expose three gauges a second time from now on, as vLLM names and labels them."""
         self.registry.register(
             VllmNames(
                 model,

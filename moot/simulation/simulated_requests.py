@@ -261,4 +261,4 @@ class _Box:
 
 
 def _nothing() -> None:
-    """Nobody waits."""
+    """Do nothing: nothing waits for the action."""

@@ -173,7 +173,7 @@ class Verifier:
             return False
         if self._plan.batching in ("gathered", "ready"):
             return True
-        # Prefill goes on meanwhile: nobody waits for whom nobody can verify yet.
+        # Prefill goes on meanwhile: the step does not wait for sessions that cannot be verified yet.
         return all(session.has_work for session in members) or any(
             session.has_work and session.num_missing > 1 for session in members
         )

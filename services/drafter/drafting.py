@@ -68,7 +68,7 @@ def corrupted(chains: list[Proposal], ask: Propose, request_id: str, vocab_size:
 
 
 class AnswerQueue:
-    """Not thread-safe: the engine's thread only."""
+    """Answers on their way to their streams. Not thread-safe: the engine's thread only."""
 
     def __init__(self) -> None:
         self._answers: dict[int, list[Answer]] = {}
@@ -108,7 +108,7 @@ def is_ahead_on(mode: str, device: str) -> bool:
 
 
 class Drafting:
-    """Not thread-safe: the engine's thread only."""
+    """The work of the drafting thread. Not thread-safe: the engine's thread only."""
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ class PrefixCache(Generic[BlockT]):
 
 
 class PrefixSharing:
-    """Not thread-safe: the compute thread owns it."""
+    """Prompt blocks between sessions and the prefix cache. Not thread-safe: the compute thread owns it."""
 
     def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
         self.cache: PrefixCache[Tensor] = PrefixCache(capacity_tokens, block_tokens)

@@ -47,7 +47,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """This session cannot go on."""
+    """The outcome of a session that cannot go on."""
 
     session: Session
     error: type[MootError]

@@ -268,7 +268,7 @@ class DrafterSelection:
         ids."""
         left = frozenset[str]()
         slowest = sorted(set(played.drafter_ids) - self.exempt, key=lambda one: (-played.mean_wait(one), one))
-        # Somebody stays.
+        # At least one drafter stays.
         fewest = int(len(slowest) == len(played.drafter_ids))
         while len(remaining := [one for one in slowest if one not in left]) > fewest:
             # One alone, or all that are as slow as one: of two that are equally slow neither is waited for alone.

@@ -262,7 +262,7 @@ class RequestPolicy:
             self._note_own(plan.num_speculative_tokens, own_seconds, 1 / num_requests)
         drafting = draft_seconds if plan.num_speculative_tokens else 0.0
         waiting = verification.queue_us * 1e-6
-        # A round that nobody timed took what its parts took.
+        # A round that was not timed took what its parts took.
         total = drafting + waiting + forward_seconds if round_seconds is None else round_seconds
         times = RoundTimes(total, drafting, waiting, forward_seconds)
         if self._selection is not None and answers and plan.num_speculative_tokens:

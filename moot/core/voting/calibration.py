@@ -140,7 +140,7 @@ class OwnAcceptance:
         return (self._accepted + self._strength) / (self._expected + self._strength)
 
     def rate(self, share: float, depth: int) -> float:
-        """As ShareAcceptance.rate, of this request."""
+        """Probability as of `ShareAcceptance.rate`, for this request."""
         rate = self._pool.rate(share, depth) * self.factor
         return rate if rate < 1.0 else 1.0
 

@@ -258,5 +258,5 @@ class Budget:
             return values[-1] if count > fixed else 0.0
         if count > fixed and values[count - 1] > values[count]:
             return values[count - 1]
-        # Nobody sends what is only as good as what does not fit.
+        # No request sends nodes that are only as good as those that do not fit.
         return nextafter(values[count], inf)

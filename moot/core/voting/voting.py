@@ -117,7 +117,7 @@ class Shares:
 
 
 def majority(trie: DraftTrie, shares: Shares, weights: Sequence[float]) -> list[int]:
-    """From the prefix, the child with the largest share at each depth."""
+    """The path by majority: from the prefix, the child with the largest share at each depth."""
     path: list[int] = []
     children = shares.of(PREFIX)
     while children:

@@ -35,7 +35,8 @@ def can_multiply(dtype: torch.dtype, device: torch.device, *num_inputs: int) -> 
 
 
 class ByteProduct:
-    """x [rows, inputs] to [rows, outputs], both bfloat16; weight [outputs, inputs] as in a linear layer.
+    """A product with a weight of one byte a number: x [rows, inputs] to [rows, outputs], both bfloat16; weight
+    [outputs, inputs] as in a linear layer.
 
     Many rows are multiplied with the same numbers in bfloat16. Rows of a small product do not depend on each other.
     """
@@ -67,7 +68,7 @@ class HeadSteps(Protocol):
         """One step of states float32 [n, state], given for each the last ids, the latest first."""
 
     def logits(self, states: Tensor) -> Tensor:
-        """float32 [n, vocab + 1], the last column for all ids that the head does not know."""
+        """Logits float32 [n, vocab + 1], the last column for all ids that the head does not know."""
 
 
 class PlainSteps:

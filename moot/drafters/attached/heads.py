@@ -98,7 +98,7 @@ class HeadDraws:
         best, columns = scores.max(1, keepdim=True) if count == 1 else scores.topk(count, 1)
         shares = shares.gather(1, columns) if is_hot else best
         if hot := [row for row, place in enumerate(places) if not place.params.is_greedy and not place.has_rules]:
-            # The noise is known: who is far ahead with it is right more often than who was likely without it.
+            # The noise is known: an id far ahead with it is right more often than one that was likely without it.
             drawn = torch.tensor(hot, device=shares.device)
             given_noise = (best[drawn] - scores[drawn].logsumexp(1, keepdim=True)).exp()
             shares = shares.index_copy(0, drawn, given_noise)

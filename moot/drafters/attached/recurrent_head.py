@@ -63,7 +63,7 @@ class RecurrentHead(nn.Module):
         return states + change.to(states.dtype)
 
     def logits(self, states: Tensor, rows: Tensor) -> Tensor:
-        """float32 [n, vocab + 1], the last column for all other ids. rows [vocab, state]: the target's, of
+        """Logits float32 [n, vocab + 1], the last column for all other ids. rows [vocab, state]: the target's, of
         `token_ids`."""
         known = functional.linear(states.to(rows.dtype), rows).float()
         other = states.float() @ self.other.float()
@@ -109,5 +109,6 @@ def rms(x: Tensor) -> Tensor:
 
 
 def embed(embedding: Tensor, token_ids: Tensor) -> Tensor:
-    """token_ids [n, tokens], the latest first; embedding [ids, state]. Returns [n, tokens * state], its dtype."""
+    """Embeddings of the last tokens, as input of a step. token_ids [n, tokens], the latest first; embedding [ids,
+    state]. Returns [n, tokens * state], its dtype."""
     return rms(functional.embedding(token_ids, embedding)).to(embedding.dtype).flatten(1)

@@ -57,7 +57,7 @@ class DraftModelOptions(ConfidenceOptions):
     draws: str = option(
         COUPLED, help="noise of sampling at temperature > 0: the target's, other noise, or none", choices=DRAWS
     )
-    prefill_chunk: int = option(256, help="most prompt tokens of one session in one forward pass", minimum=1)
+    prefill_chunk: int = option(256, help="most tokens of one session that are read in one forward pass", minimum=1)
 
     def load(self) -> LoadedModel:
         """The model that is named. Raises ModelRefused or ConfigError."""

@@ -111,7 +111,7 @@ class NeuralDrafter(DraftModelDrafter):
         return answers
 
     def warm(self, session: NeuralSession) -> bool:
-        """As every draft model; then let the stage do the like."""
+        """Warm as every draft model does; then let the stage do the like."""
         if super().warm(session):
             return True
         return self._stage is not None and self._stage.drafter.warm(session.stage)

@@ -31,7 +31,7 @@ class GuessingStage:
         self._pool = pool
 
     def guesses(self, sessions: Sequence[NeuralSession]) -> list[tuple[int, ...]]:
-        """For each session ids that may follow its path; often none."""
+        """Guesses: for each session ids that may follow its path; often none."""
         asks: list[PathAsk[Any]] = []
         asking: list[int] = []
         free = self._pool.free_tokens

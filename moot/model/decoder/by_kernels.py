@@ -109,8 +109,8 @@ class KernelLayers:
         self._last_norm = _c_norm(weights.last_norm)
 
     def run(self, hidden: Tensor, positions: Sequence[int], step: Step, layers: Sequence[int]) -> Tensor:
-        """hidden: the residual stream, float32 [rows, width], written to. Returns what the last norm makes of it after
-        the last layer, bfloat16 of that shape."""
+        """hidden: the residual stream, float32 [rows, width], written to. Returns the hidden rows after all layers and
+        the last norm, bfloat16 of that shape."""
         weights, (rows, width) = self._weights, hidden.shape
         turns = torch.view_as_real(weights.rotary.at(positions)).reshape(rows, -1)
         plan = StepPlan(step, rows, turns, weights.heads)

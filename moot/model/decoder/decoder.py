@@ -54,7 +54,7 @@ class Decoder:
     """Weights in a layout of their own, and the pass over them. Not thread-safe: it keeps what positions it has seen.
 
     A pass computes what the model's own modules do, with fewer roundings: norms and rotations stay in float32 until
-    they are stored. `kernels`: whose products the weights have and who computes the layers; None: torch does.
+    they are stored. `kernels`: these compute the layers, and the weights lie in their products; None: torch computes.
     """
 
     def __init__(self, weights: DecoderWeights, kernels: Kernels | None = None) -> None:

@@ -42,7 +42,7 @@ class Rotary:
         return self._table.shape[1]
 
     def at(self, positions: Sequence[int]) -> Tensor:
-        """[positions, 1, head_dim / 2]."""
+        """The turns at these positions, [positions, 1, head_dim / 2]."""
         highest = max(positions)
         if highest >= len(self._table):
             blocks = range(len(self._table) // _BLOCK, highest // _BLOCK + 1)
@@ -84,7 +84,7 @@ class Norm:
         self._twice = torch.cat((scale, scale)).detach()
 
     def __call__(self, both: Tensor) -> Tensor:
-        """both: [rows, 2 width], x beside -x. Returns [rows, width]."""
+        """The normalised rows. both: [rows, 2 width], x beside -x. Returns [rows, width]."""
         return functional.layer_norm(both, (2 * self.width,), self._twice, None, self.epsilon)[:, : self.width]
 
 

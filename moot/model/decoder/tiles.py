@@ -100,7 +100,7 @@ class _Attended:
             self.moved = pending.tree_kv.transpose(2, 3).unbind(0), tail.unbind(0), tile.path
 
     def mask(self, window: int | None, group: int) -> Tensor:
-        """[rows * group, kv_length]."""
+        """The additive mask of the tile, [rows * group, kv_length]."""
         if window not in self._masks:
             self._masks[window] = self._tile.mask(window, self.queries).repeat_interleave(group, 0)
         return self._masks[window]

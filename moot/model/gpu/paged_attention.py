@@ -43,7 +43,8 @@ class PagedAttention:
         self._scaling = scaling
 
     def __call__(self, query: Tensor, kv: Tensor, plan: DevicePlan, window: int | None) -> Tensor:
-        """query [rows, heads, dim], kv [2, slots, kv_heads, dim] with the rows' own in place. [rows, heads, dim]."""
+        """Attention of a step's rows, [rows, heads, dim]. query [rows, heads, dim], kv [2, slots, kv_heads, dim] with
+        the rows' own in place."""
         use_kernel = self.use_kernel and window is None
         output, log_total = self._own_pages(query, kv, plan, window, use_kernel)
         if not plan.waves:
@@ -155,7 +156,7 @@ class Rows:
         )
 
     def back(self, grouped: Tensor) -> Tensor:
-        """[groups, group_rows, ...] as rows of the step."""
+        """Values by group, [groups, group_rows, ...], as rows of the step."""
         return grouped[self.group_of_row, self.row_in_group]
 
 

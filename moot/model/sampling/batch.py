@@ -257,7 +257,8 @@ class BatchSampler:
         return ids.masked_fill(~best, size - 1).amin(1), unsure[:, 0]
 
     def _likeliest(self, rows: Tensor, ids: Tensor, width: int) -> list[Tensor]:
-        """Of the raw rows, as int64 bit patterns: log-probability and rank of `ids`, the best ids and theirs.
+        """Likely ids of the raw rows, as int64 bit patterns: log-probability and rank of `ids`, the best ids and
+        theirs.
 
         The best `width` are in the order of value descending, id ascending; among equal ones at the end any may be left
         out.

@@ -198,7 +198,7 @@ class Admission:
         return self._draining
 
     def drain(self) -> None:
-        """From now on every new request is refused; those inside go on."""
+        """Refuse every new request from now on; those inside go on."""
         self._draining = True
 
     async def wait_idle(self, timeout_s: float) -> bool:

@@ -42,7 +42,7 @@ class PlainTimes:
                 self._seconds[size] = forward if usual is None else usual + _FOLLOWING * (forward - usual)
             elif usual is not None:
                 ratio = min(usual / forward, 1.0)
-        # Who waits for a step waits for the drafts of others.
+        # A request that waits for a step waits for the drafts of others.
         in_steps = min(forward + verification.queue_us * 1e-6, verify_seconds)
         return num_tokens * (verify_seconds - in_steps * (1.0 - ratio))
 

@@ -285,7 +285,7 @@ class RequestDrafters:
     ) -> None:
         """Learn from a round: two durations from asking the drafters, to the vote and to the answer's commit; and how
         long this process was busy with the round."""
-        # Drafting inside the verifier was asked for by this plan, too, and is paid by this round.
+        # Drafting by attached drafters was asked for by this plan, too, and is paid by this round.
         draft_seconds += verification.inside_us * 1e-6
         times = (draft_seconds, round_seconds, self._answers, own_seconds)
         self._policy.learn(plan, result, verification, *times)
@@ -403,7 +403,7 @@ class DrafterSet:
             _log.warning("drafter inside a verifier has the id of another", extra={"drafter": drafter_id})
             return
         self.policy.admit(drafter_id, family)
-        # What is wished of it is wished before it is known whom the round asks.
+        # The wish for it is made before it is known which drafters the round asks.
         self.policy.selection.exempt.add(drafter_id)
         self.sources[drafter_id] = AttachedSource(drafter_id, self.metrics)
 

@@ -275,5 +275,5 @@ class DrafterSource(Protocol):
 
 
 def known_ids(sources: Iterable[DrafterSource]) -> str:
-    """For messages: the ids in order, or "none"."""
+    """The known ids as messages show them: in order, or "none"."""
     return ", ".join(sorted(source.drafter_id for source in sources)) or "none"

@@ -167,8 +167,8 @@ class RequestStore(Protocol):
         ...
 
     def release(self, request_id: str) -> None:
-        """This router is done with the request, ended or not: it no longer prolongs the lease, so that an open record
-        can be claimed, and keeps nothing in memory that the record has."""
+        """Let go of a request, ended or not: the router no longer prolongs its lease, so that an open record can be
+        claimed, and keeps nothing in memory that the record has."""
         ...
 
     async def load(self, request_id: str) -> RequestRecord | None: ...

@@ -94,7 +94,7 @@ class Rounds:
                     ending = None
                 yield committed_tokens if durable else replace(committed_tokens, durable=False)
         except StoreError:
-            # Not ours any more: whoever owns the record decides about its end.
+            # Not ours any more: the owner of the record decides about its end.
             ending = None
             raise
         except MootError as error:
@@ -207,7 +207,7 @@ class _Course:
             await self._commit_opening(opening)
             while not generation.is_finished:
                 await self._round()
-        except Exception as caught:  # noqa: BLE001 - raised again to whoever reads the spans
+        except Exception as caught:  # noqa: BLE001 - raised again to the reader of the commit queue
             error = caught
         finally:
             self._target.end(aborted=not generation.is_finished)

@@ -107,7 +107,7 @@ class PeerLink(ABC, Generic[CommandT]):
         self.address = address
         self.state = PeerState.CONNECTING
         self.refusal: str | None = None
-        # Routers that have chosen nobody yet must not all begin with the same one.
+        # Routers that have chosen no peer yet must not all begin with the same one.
         self._last_turn = -random.random()
         self._has_left = False
         self._policy = policy

@@ -57,7 +57,7 @@ class OutlierEjection:
         return self._failure(now)
 
     def missed(self, asked_at: float, now: float) -> float | None:
-        """As `malformed`, for an answer that did not come in time."""
+        """Note an answer that did not come in time; returns as `malformed`."""
         if asked_at <= self._last_failure_at:
             return None
         self._num_missed += 1

@@ -442,7 +442,8 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         self._beat_timer = asyncio.get_running_loop().call_later(interval, self._beat)
 
     def _beat(self) -> None:
-        """Once per interval: did it answer, does its compute thread move, does a session wait too long."""
+        """Judge the verifier once per interval: whether it answers, its compute thread moves, and no session waits too
+        long."""
         if (reason := self._heartbeats.judge()) is not None:
             self.break_stream(reason)
             return
