@@ -356,7 +356,7 @@ class Metrics(Definitions):
             by=(ROUTER, VERIFIER),
         )
         self.degraded = self._gauge(
-            "degraded", "1 while this degraded mode is on: requests go on without what is missing.", "mode"
+            "degraded", "1 while this degraded mode is on: the router runs without what the mode names.", "mode"
         )
         for mode in DEGRADED_MODES:
             self.degraded.labels(mode)
