@@ -72,8 +72,8 @@ class Client:
     """`base_url`: http://host:port, optionally with a path prefix. `api_key` is sent as a bearer token. `timeout_s`:
     longest silence of an answer.
 
-    A connection for each request, to the address itself: proxies that the environment names are not asked. Whom to
-    trust under https:// is what the system says, and SSL_CERT_FILE. May be used from any thread.
+    A connection for each request, to the address itself: proxies that the environment names are not asked. Authorities
+    trusted under https:// are the system's, and those of SSL_CERT_FILE. May be used from any thread.
     """
 
     def __init__(self, base_url: str, api_key: str | None = None, *, timeout_s: float = READ_TIMEOUT_S) -> None:
@@ -177,7 +177,8 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _lines(response: httpx.Response) -> Iterator[bytes]:
-    """httpx's own lines end also where text has a U+2028 or U+0085, which JSON leaves as it is."""
+    """Lines of a body, ended by line feeds only: httpx's own lines end also where text has a U+2028 or U+0085, which
+    JSON leaves as it is."""
     rest = b""
     for part in response.iter_raw():
         *lines, rest = (rest + part).split(b"\n")

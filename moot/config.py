@@ -113,7 +113,7 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_float(text: str) -> float:
-    """No option means NaN, which no comparison refuses, or infinity: there are no endless waits."""
+    """A finite number. NaN, which no comparison refuses, and infinity are refused: there are no endless waits."""
     if not math.isfinite(value := float(text)):
         raise ValueError("not finite")
     return value

@@ -1,4 +1,4 @@
-"""Trained drafters by name: `shipped@NAME` wherever the folder of a drafter is named. And the folder of caches."""
+"""Trained drafters by name (`shipped@NAME` wherever the folder of a drafter is named), and the folder of caches."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from moot.core.errors import ConfigError
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """MOOT_CACHE, by default ~/.cache/moot."""
+    """The folder of caches: MOOT_CACHE, by default ~/.cache/moot."""
     return Path(environ.get("MOOT_CACHE") or "~/.cache/moot").expanduser()
 
 
 PREFIX = "shipped@"
 PACKAGED = Path(__file__).parent / "data" / "drafters"
-"""Those that defaults use: they come with the package."""
+"""Drafters that defaults use: they come with the package."""
 WORKSHOP = Path(__file__).parents[1] / "lab" / "data" / "drafters"
-"""Those that no default uses: they come with the repository."""
+"""Drafters that no default uses: they come with the repository."""
 
 
 def shipped_drafters() -> dict[str, Path]:
-    """Name to folder, sorted: with the package, with the repository, and put under `cache_dir()/drafters` by hand.
+    """Shipped drafters, name to folder, sorted: with the package, with the repository, and put under
+    `cache_dir()/drafters` by hand.
 
     Each name is `KIND-TARGET`; each folder has a model card (README.md).
     """
@@ -33,7 +34,7 @@ def shipped_drafters() -> dict[str, Path]:
 
 
 def locate(path: str | Path) -> Path:
-    """The folder of a shipped drafter, or `path` itself where it names none. Raises ConfigError naming those there are.
+    """The folder of a shipped drafter, or `path` itself where it names none. Raises ConfigError naming the known ones.
 
     A folder of your own whose name begins so is meant by `./shipped@NAME`.
     """

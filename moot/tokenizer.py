@@ -17,7 +17,7 @@ from moot.core.options import Options, option
 
 
 def keep_torch_out() -> None:
-    """For a process that runs no model: it can not import torch from here on, even where torch is installed.
+    """Keep torch out of a process that runs no model: from here on it cannot import torch, even where it is installed.
 
     transformers imports whatever it finds; a tokenizer alone then costs a third of the time and of the memory.
     """
@@ -28,7 +28,7 @@ def keep_torch_out() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class HubOptions(Options):
-    """What a hub id of a model leaves open."""
+    """The option that a hub id of a model leaves open."""
 
     revision: str | None = option(None, help="pinned revision of a hub id")
 

@@ -127,7 +127,7 @@ def record_drafter(
 
 @dataclass(frozen=True, slots=True)
 class _Speaker:
-    """Whoever is recorded."""
+    """A drafter whose proposals are recorded."""
 
     family: str
     shares_sessions: bool
@@ -136,8 +136,8 @@ class _Speaker:
 
 def _speaker(entry: DrafterEntry, vocab_size: int, target: Callable[[], ModelRunner] | None) -> _Speaker:
     if entry.kind not in attached_kinds():
-        proposer = create(entry.kind, {"vocab_size": vocab_size, **entry.options})
-        return _Speaker(proposer.family, proposer.shares_sessions, partial(record_text, proposer))
+        held = create(entry.kind, {"vocab_size": vocab_size, **entry.options})
+        return _Speaker(held.family, held.shares_sessions, partial(record_text, held))
     if target is None:
         raise ConfigError(f"drafter {entry.drafter_id} is attached to the verifier: its target is needed")
     # Brings torch, which the other kinds need not.

@@ -14,7 +14,7 @@ _DECLARATION = "\nBENCH = Bench("
 
 
 def names() -> list[str]:
-    """Of the modules, and of the packages with a `__main__`, that declare themselves a bench."""
+    """Names of the modules, and of the packages with a `__main__`, that declare themselves a bench."""
     declared = [path for path in FOLDER.glob("*/*.py") if _DECLARATION in path.read_text()]
     return sorted(path.parent.name if path.stem == "__main__" else path.stem for path in declared)
 

@@ -1,4 +1,4 @@
-"""`moot chat`: talk to a running server. Answers stream; where their tokens came from is told after each."""
+"""`moot chat`: talk to a running server. Answers stream; after each the command says where its tokens came from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChatConfig(Options):
     temperature: float = option(0.7, help="0 is greedy")
     seed: int | None = option(None, help="the same seed, messages and parameters give the same answers")
     max_tokens: int = option_of(AnswerOptions, "max_tokens", default=512)
-    num_speculative_tokens: int | None = option(None, help="0: no drafting; n: always n; none: the server decides")
+    num_speculative_tokens: int | None = option(None, help="K of every round; 0: no drafting; none: the server decides")
     metrics: bool = option(True, help="show after each answer where its tokens came from")
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: where things lie, and how progress is shown."""
+"""Helpers of the commands: folders of runs, command lines as they are written down, tables, progress."""
 
 from __future__ import annotations
 

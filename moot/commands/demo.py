@@ -1,9 +1,8 @@
 """`moot demo`: the whole system on this machine, asked the same with drafting on and off, and compared.
 
-Greedy (temperature 0), at most 128 tokens an answer, ended by the model's end token. After a warm-up the runs with
-and without drafting alternate, three times; in every other repetition the one without goes first.
-
-The demo's five prompts: everyday tasks, chosen before anything was measured with them, and never changed since.
+The five prompts are everyday tasks, chosen before anything was measured with them, and never changed since. Greedy
+(temperature 0), at most 128 tokens an answer, ended by the model's end token. After a warm-up the runs with and without
+drafting alternate, three times; in every other repetition the one without goes first.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class DemoConfig(SystemConfig):
     prompt: str | None = option(None, help="ask this instead of the five prompts")
     max_tokens: int = option_of(AnswerOptions, "max_tokens")
     repetitions: int = option(3, help="measured runs of each prompt, with and without drafting each")
-    num_speculative_tokens: int | None = option(None, help="with drafting: always so many; none: the policy decides")
+    num_speculative_tokens: int | None = option(None, help="K of every round with drafting; none: the policy decides")
     json_file: Path | None = option(None, help="also write every sample here")
 
 

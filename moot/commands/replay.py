@@ -47,10 +47,10 @@ class RecordConfig(Options):
     prompts: Path = option(help="JSON lines with `turns` (the first is asked) or `prompt`, for instance Spec-Bench's")
     held_out: tuple[str, ...] = option((), help="only prompts whose id ends in one of these digits (none: all)")
     limit: int | None = option(None, help="prompts recorded at most, evenly over the categories", minimum=1)
-    out: Path = option(help="folder of the recording; one that is not finished is gone on with")
+    out: Path = option(help="folder of the recording; an unfinished one is continued")
     drafters: tuple[str, ...] = option(
         ("suffix", "prompt_lookup", "recycling", "ngram"),
-        help="who is asked: [id=]kind[:option=value]... each; further ones may be added later",
+        help="drafters that are asked: [id=]kind[:option=value]... each; further ones may be added later",
     )
     num_speculative_tokens: int = option_of(
         SpeculationOptions, "num_speculative_tokens", help="tokens asked of every drafter", minimum=1, maximum=MOST
@@ -58,13 +58,15 @@ class RecordConfig(Options):
     width: int = option_of(CollectionPolicy, "width", help="proposals asked of every drafter", minimum=1, maximum=MOST)
     max_tokens: int = option_of(AnswerOptions, "max_tokens")
     temperature: float = option(0.0, help="0: greedy", minimum=0)
-    seed: int = option(DEFAULT_SEED, help="of the first prompt; the next ones follow")
+    seed: int = option(DEFAULT_SEED, help="seed of the first prompt; the next ones count on from it")
     num_top_candidates: int = option_of(
-        CollectionPolicy, "num_top_candidates", help="likeliest ids kept per place, for drafters that live from them"
+        CollectionPolicy, "num_top_candidates", help="likeliest ids kept per place, for drafters that use them"
     )
     url: str | None = option(None, help="take the texts from this running server, which must serve the same target")
     api_key: str | None = option(None, help="sent to it as a bearer token")
-    batch_invariant: str = option("on", help="texts that depend on no batch, bit by bit", choices=("on", "off"))
+    batch_invariant: str = option(
+        "on", help="texts that do not depend on batch-mates, bit by bit", choices=("on", "off")
+    )
     compute: ComputeOptions = part(ComputeOptions)
     num_rows: int = option(NUM_ROWS, help="texts made at a time", minimum=1)
 
@@ -74,7 +76,7 @@ class ReplayConfig(Options):
     chosen: Policies = part(Policies)
     verify_ms: float = option(36.8, help="milliseconds of a verify step, for policies that look at time", above=0)
     verify_row_ms: float = option(0.4, help="milliseconds of each draft token in it", minimum=0)
-    overhead_ms: float = option(1.0, help="milliseconds of a round besides", minimum=0)
+    overhead_ms: float = option(1.0, help="milliseconds of a round beside drafting and verifying", minimum=0)
     alone: bool = option(True, help="also show each drafter alone, and the bounds")
 
     def policies(self) -> Policies:

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _become(role: str, argv: Sequence[str]) -> int:
-    """The service takes this process over: one process fewer, and signals go where they belong."""
+    """Replace this process by the service: one process fewer, and signals go where they belong."""
     os.execv(sys.executable, [sys.executable, "-m", f"services.{role}", *argv])
 
 

@@ -27,7 +27,7 @@ BEHIND = 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(Options):
-    verifiers: int = option(4, help="verifiers", minimum=1)
+    verifiers: int = option(4, help="number of verifiers", minimum=1)
     routers: int = option(1, help="router processes, one core each", minimum=1)
     drafters: int = option(1, help="pools of drafters that vote, all alike", minimum=0)
     replicas: int = option(4, help="replicas of each pool of drafters", minimum=1)
@@ -48,7 +48,7 @@ class SimulateConfig(Options):
 
     verify_ms: float = option(30.0, help="milliseconds of a verify step up to --free-rows rows", above=0)
     verify_row_ms: float = option(0.2, help="milliseconds of each further row")
-    free_rows: int = option(64, help="rows that cost nothing more")
+    free_rows: int = option(64, help="rows of a verify step that cost nothing more")
     prefill_token_ms: float = option(0.05, help="milliseconds of a prompt token in a step")
     draft_ms: float = option(0.0, help="milliseconds of a draft before its first token", minimum=0)
     draft_token_ms: float = option(
@@ -56,9 +56,9 @@ class SimulateConfig(Options):
     )
     draft_request_ms: float = option(0.0, help="milliseconds that each further request of a batch adds")
     router_round_ms: float = option(0.35, help="milliseconds of router CPU per round", minimum=0)
-    network_ms: float = option(1.0, help="milliseconds of one way between two processes", minimum=0)
+    network_ms: float = option(1.0, help="milliseconds of a message from one process to another", minimum=0)
 
-    num_speculative_tokens: int | None = option(None, help="always so many; 0: no drafting; none: the policy decides")
+    num_speculative_tokens: int | None = option(None, help="K of every round; 0: no drafting; none: the policy decides")
     max_speculative_tokens: int = option_of(
         SpeculationOptions, "num_speculative_tokens", help="greatest K of the policy"
     )

@@ -1,6 +1,7 @@
-"""The whole system on this machine: which processes, with which flags, in which order.
+"""The whole system on this machine: which drafters, which processes, with which flags, in which order.
 
-Which drafters a system on one machine has, and where each of them runs.
+Kinds that look into the target run in the verifier, kinds without a model in the router, all others in processes of
+their own.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class LocalDrafters:
 
 
 def drafter_set(drafters: Sequence[str], *, is_demo: bool, as_processes: bool) -> LocalDrafters:
-    """`drafters`: entries, or AUTO alone for the best that is known. `as_processes`: none in the router.
+    """The drafter set of `drafters`: entries, or AUTO alone for the best that is known. `as_processes`: none in the
+    router.
 
     Raises ConfigError naming --drafters and the bad entry.
     """
@@ -87,7 +89,7 @@ class SystemConfig(Options):
     drafter_processes: bool = option(False, help="every drafter as a process of its own, as its pods are on a cluster")
     shape: str = option_of(SpeculationOptions, "shape")
     proposal_width: int = option_of(CollectionPolicy, "width")
-    api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: everybody may call)")
+    api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: every caller may)")
     redis_url: str | None = option(
         None, help="Redis 7 or Valkey server for the requests' records; none: one is started; 'off': no records"
     )
@@ -168,12 +170,13 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
 
 
 def _variables(config: type[SystemConfig]) -> list[str]:
-    """What sets the command itself. It reaches a service as a flag, where it is meant for one."""
+    """Environment variables that set the command itself. Their values reach a service as flags, where they are meant
+    for one."""
     return [variable_of(leaf.name) for leaf in flat_options(config)]
 
 
 def _wait_serving(client: Client, supervisor: Supervisor, timeout_s: float) -> None:
-    """The router listens before it has met its verifier."""
+    """Wait until requests are served: the router listens before it has met its verifier."""
     deadline = time.monotonic() + timeout_s
     while True:
         supervisor.check()

@@ -31,7 +31,7 @@ class TrainConfig(Options):
     )
     target: str = option(DEMO_MODEL, help="the model to draft for: the demo's, a folder or a hub id")
     out: Path | None = option(None, help="folder of the drafter (text: of the text, by default under MOOT_CACHE)")
-    size: str = option("medium", help="of the drafter", choices=("small", "medium", "large"))
+    size: str = option("medium", help="size of the drafter", choices=("small", "medium", "large"))
     passes: float | None = option(None, help="passes over the text; none: the kind's own number", above=0)
     prompts: Path | None = option(
         None, help="JSON lines with turns or prompt, asked beside built-in ones; a question_id ending in 7 is refused"
@@ -41,7 +41,7 @@ class TrainConfig(Options):
     )
     text: Path | None = option(None, help="folder of a training text to learn from as it is, instead of making one")
     minutes: float | None = option(None, help="stop after so many minutes; the same command goes on from there")
-    seed: int = option(DEFAULT_SEED, help="of text and training")
+    seed: int = option(DEFAULT_SEED, help="seed of text and training")
     num_threads: int | None = option_of(TorchOptions, "num_threads")
 
 
@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _text(config: TrainConfig, folder: Path, until: float) -> TextStore | None:
-    """None: the time was over before it was complete."""
+    """The training text, None where the time was over before it was complete."""
     from lab.training.dataset import TextStore
     from lab.training.prompts import read_prompts
     from lab.training.teacher import product_dtype

@@ -65,7 +65,7 @@ def walk(
 
 
 def validate_draft(draft: Draft, vocab_size: int, max_tokens: int) -> str | None:
-    """Why `draft` must not be verified, or None: for a verifier, which must not trust who sends it.
+    """Why `draft` must not be verified, or None: for a verifier, which must not trust the sender.
 
     `vocab_size` is the tokenizer's: an id in the padding of the model's vocabulary is refused as well.
     """

@@ -1,10 +1,11 @@
-"""How long a step waits for sessions that were just answered and will have their next draft here in a moment.
+"""The batching delay: how long a step waits for sessions that were just answered and will have their next draft soon.
 
 A step that starts as soon as the first draft is here leaves the others behind: requests fall into two groups that take
-turns, each in a batch half as large. Where a step of all takes hardly longer than one of half of them, that costs up
-to half of the throughput; and while a long prompt is read, a request whose draft comes a millisecond late waits for
-two chunks instead of one. Whoever is usually back within `share` of a step is waited for; nobody else is. The wait
-changes who shares a step, so (in batch-invariant mode) no bit of any answer. Pure; times in nanoseconds, no clock.
+turns, each in a batch half as large. Where a step of all takes hardly longer than one of half of them, that costs up to
+half of the throughput; and while a long prompt is read, a request whose draft comes a millisecond late waits for two
+chunks instead of one. A session that is usually back within `share` of a step is waited for; no other is. The wait
+changes which sessions share a step, so (in batch-invariant mode) no bit of any answer. Pure; times in nanoseconds, no
+clock.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ draft models the simulation says otherwise (lab.bench.simulate, report `overlap`
 drafting in each other's steps, and waiting shows it again."""
 _RATE = 0.2
 _PATIENCE = 2
-"""Times its usual turnaround that a session is waited for, but at least `_LEAST` of the longest wait: who is left out
-for a hair waits for a whole step."""
+"""Times its usual turnaround that a session is waited for, but at least `_LEAST` of the longest wait: a session that is
+left out for a hair waits for a whole step."""
 _LEAST = 0.25
 
 
 class BatchingDelay:
-    """Sessions are known by a number of theirs. `share`: part of the last step's time that a wait may take; 0: none."""
+    """Tells how long the next step waits for the sessions that the last one answered. Sessions are numbers. `share`:
+    part of the last step's time that a wait may take; 0: none."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -43,7 +45,7 @@ class BatchingDelay:
         self._awaited.clear()
 
     def answered(self, session: int, now_ns: int) -> None:
-        """It has no work now, and goes on."""
+        """The session has its answer, no work now, and goes on."""
         self._answered[session] = now_ns
         limit, usual = self._share * self._step_ns, self._usual.get(session)
         if usual is None:
@@ -52,7 +54,7 @@ class BatchingDelay:
             self._awaited[session] = now_ns + int(min(limit, max(_PATIENCE * usual, _LEAST * limit)))
 
     def came(self, session: int, now_ns: int) -> None:
-        """It has sent its next command."""
+        """The session has sent its next command."""
         self._awaited.pop(session, None)
         since = self._answered.pop(session, None)
         if since is not None:
@@ -65,5 +67,5 @@ class BatchingDelay:
             table.pop(session, None)
 
     def seconds_left(self, now_ns: int) -> float:
-        """How long the next step should still wait: until the last of those awaited, 0 when nobody is."""
+        """How long the next step should still wait: until the last awaited session is due, 0 when none is awaited."""
         return max(0.0, (max(self._awaited.values(), default=now_ns) - now_ns) / 1e9)

@@ -1,4 +1,4 @@
-"""The tree of exceptions. What each class is outside the process that raises it stands in one table, ERRORS.
+"""The tree of exceptions. One table, ERRORS, says what each class is outside the process that raises it.
 
 MootError
 ├── ConfigError                a flag, environment variable or file is wrong (exit status 2)
@@ -8,7 +8,7 @@ MootError
 ├── ModelNotFound
 ├── Unauthenticated
 ├── RateLimited                the caller is over its limit; `retry_after_s`
-├── NoCapacity                 nobody can serve it now; `retry_after_s`
+├── NoCapacity                 nothing has room for the request now; `retry_after_s`
 │   ├── Draining               this pod is going away
 │   └── OutOfMemory            not even this request alone found memory
 ├── DeadlineExceeded           a wait reached its bound
@@ -28,7 +28,7 @@ MootError
     ├── LeaseHeld              its owner may still be alive; `retry_after_s`
     └── RecordNotFound         never written, or its time to live is over
 
-Policies by name.
+`named` looks a policy up by its name.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Unauthenticated(MootError):
 
 
 class RateLimited(MootError):
-    """`shortage`: which of the caller's limits, one of metrics.SHORTAGES."""
+    """The caller is over one of its limits. `shortage`: which one, of metrics.SHORTAGES."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0, shortage: str = "other") -> None:
         super().__init__(message)
@@ -85,7 +85,7 @@ class RateLimited(MootError):
 
 
 class NoCapacity(MootError):
-    """`shortage`: what there is too little of, one of metrics.SHORTAGES."""
+    """There is no room for the request now. `shortage`: what there is too little of, one of metrics.SHORTAGES."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0, shortage: str = "other") -> None:
         super().__init__(message)
@@ -225,7 +225,8 @@ MOVING = tuple(kind for kind, row in ERRORS.items() if row.moves)
 
 
 def row_of(kind: type[BaseException]) -> ErrorRow:
-    """Of a class: its own row, or that of its nearest base; of what is not Moot's, that of MootError."""
+    """The row of an error: that of its class or of its nearest base; that of MootError for errors that are not
+    Moot's."""
     return next((ERRORS[base] for base in kind.__mro__ if base in ERRORS), ERRORS[MootError])
 
 
@@ -234,8 +235,8 @@ _MEMORY_WORDS = ("allocate memory", "not enough memory", "out of memory", "bad_a
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation has failed: the same with less may succeed. torch's class is told by its name: who asks may
-    have no torch."""
+    """Whether an allocation has failed: the same with less may succeed. torch's class is told by its name: the process
+    that asks may have no torch."""
     if isinstance(error, NoCapacity | MemoryError):
         return True
     if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):

@@ -14,7 +14,7 @@ from moot.core.types import ROOT, Draft, FinishReason, Proposal, SamplingParams,
 
 @dataclass(slots=True)
 class DrafterCount:
-    """Of one drafter in one request. 0 <= num_accepted_tokens <= num_proposed_tokens."""
+    """Counts of one drafter in one request. 0 <= num_accepted_tokens <= num_proposed_tokens."""
 
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -135,7 +135,7 @@ class Generation:
         return done
 
     def end(self, reason: FinishReason) -> None:
-        """End for a reason of ours: abort or error. The first reason stays."""
+        """End for a reason of the router's own: abort or error. The first reason stays."""
         if self.finish_reason is None:
             self.finish_reason = reason
 

@@ -21,7 +21,8 @@ PartT = TypeVar("PartT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What stands with a field. `minimum` and `maximum` are allowed themselves, `above` and `below` are not."""
+    """The option that stands with a field: help text, choices, bound. `minimum` and `maximum` are allowed themselves,
+    `above` and `below` are not."""
 
     help: str
     choices: tuple[str, ...] = ()
@@ -34,14 +35,14 @@ class Option:
 
     @property
     def bound(self) -> str:
-        """As it is told in `--help` and in errors; empty without."""
+        """The bound as `--help` and errors tell it; empty where there is none."""
         if self.minimum is not None and self.maximum is not None:
             return f"{self.minimum} to {self.maximum}"
         words = {"at least": self.minimum, "above": self.above, "at most": self.maximum, "below": self.below}
         return " and ".join(f"{word} {limit}" for word, limit in words.items() if limit is not None)
 
     def allows(self, value: float) -> bool:
-        """Whether it is finite and within the bound."""
+        """Whether the value is finite and within the bound."""
         return (
             math.isfinite(value)
             and (self.minimum is None or value >= self.minimum)
@@ -86,7 +87,7 @@ def option_of(cls: type[Any], name: str, *, default: Any = MISSING, **changes: A
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What stands with a field that nests a part. `defaults`: by field of the part, where they are not its own."""
+    """The mark of a field that nests a part. `defaults`: by field of the part, where they are not its own."""
 
     cls: type[Any]
     defaults: Mapping[str, Any]
@@ -104,7 +105,7 @@ def part(cls: type[PartT], **defaults: Any) -> PartT:
 
 
 class Options:
-    """Base of parts: an object whose values are out of bounds is never made."""
+    """Base class of parts: an object whose values are out of bounds is never made."""
 
     __slots__ = ()
 
@@ -204,7 +205,7 @@ def value_at(made: Any, leaf: FlatOption) -> Any:
 
 
 def _made(cls: type[Any], values: Mapping[str, Any], defaults: Mapping[str, Any], used: set[str]) -> Any:
-    """Adds to `used` the names that it knows."""
+    """An object of the dataclass, its parts included; adds to `used` the names that it knows."""
     given = dict(defaults)
     for one in dataclasses.fields(cls):
         if nested := one.metadata.get(Part):

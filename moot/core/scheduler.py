@@ -1,13 +1,13 @@
-"""Which sessions' tokens go into the next forward pass: the pool of work, without a tensor and without a clock.
+"""The scheduler: which sessions' tokens go into the next forward pass. It has no tensor and no clock.
 
 The rules, in the order in which they act at a step's boundary:
 
 1. Preemption: when the sessions that hold KV have grown past its pages, the youngest lose theirs, wait again and are
-   filled anew later. The oldest is never preempted and fits alone, so the batch always moves on.
-2. Admission: a session with work and no KV gets KV in order of age, while there are pages and places. Nobody overtakes.
-3. Verifications before prefills, longest waiting first, within the token budget less what rule 4 needs.
-4. Prefills share one chunk budget and take turns, so that a long prompt delays everybody else, other prompts
-   included, by no more than one chunk.
+filled anew later. The oldest is never preempted and fits alone, so the batch always moves on. 2. Admission: a session
+with work and no KV gets KV in order of age, while there are pages and places. No session overtakes another. 3.
+Verifications before prefills, longest waiting first, within the token budget less what rule 4 needs. 4. Prefills share
+one chunk budget and take turns, so that a long prompt delays every other session, other prompts included, by no more
+than one chunk.
 
 Where numbers do not depend on batch-mates (batch-invariant mode), none of this changes a bit.
 """
@@ -47,14 +47,17 @@ class BatchOptions(Options):
     """What one step may hold."""
 
     max_num_batched_tokens: int = option(
-        1024, help="tokens of one forward pass, drafts and prefill chunks together", minimum=1
+        1024, help="most tokens of one forward pass, drafts and prefill chunks together", minimum=1
     )
-    prefill_chunk_tokens: int = option(256, help="prompt tokens of one forward pass, all prompts together", minimum=1)
+    prefill_chunk_tokens: int = option(
+        256, help="most prompt tokens of one forward pass, all prompts together", minimum=1
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Tokens, except `max_num_seqs` (sessions) and `num_pages` (of `page_tokens` tokens each)."""
+    """Limits of a step and of the KV cache: tokens, except `max_num_seqs` (sessions) and `num_pages` (of `page_tokens`
+    tokens each)."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -65,7 +68,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class BatchItem(Generic[SessionT]):
-    """Feed the next `num_prefix_tokens` missing tokens of the prefix; if it `completes`, the draft after them too."""
+    """One session's part of a batch: the next `num_prefix_tokens` missing tokens of its prefix; if it `completes`, the
+    draft after them too."""
 
     session: SessionT
     num_prefix_tokens: int
@@ -78,7 +82,8 @@ class BatchItem(Generic[SessionT]):
 
 @dataclass(frozen=True, slots=True)
 class Changes(Generic[SessionT]):
-    """Who lost KV and who got some: the caller frees and fills their caches before it asks for a plan."""
+    """Sessions that lost KV and sessions that got some: the caller frees and fills their caches before it asks for a
+    plan."""
 
     preempted: tuple[SessionT, ...]
     admitted: tuple[SessionT, ...]
@@ -94,13 +99,14 @@ class Batch(Generic[SessionT]):
 
 
 class Scheduler(Generic[SessionT]):
-    """Not thread-safe: the compute thread owns it."""
+    """Decides which sessions hold KV and which tokens the next step feeds. Not thread-safe: the compute thread owns
+    it."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._admitted: dict[int, SessionT] = {}
         self._waiting: dict[int, SessionT] = {}
-        # Who waits longest: the count at which a session's work came, or at which it was last given a chunk.
+        # Age of each session's wait: the count at which a session's work came, or at which it was last given a chunk.
         self._turn: dict[int, int] = {}
         self._next_turn = 0
 

@@ -71,7 +71,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one drafter thinks comes after the prefix: a chain of ids, each with one confidence byte (0 to 255).
+    """The proposal of one drafter for what comes after the prefix: a chain of ids, each with one confidence byte (0 to
+    255).
 
     The byte is on the drafter's own scale and only ever binned. Empty ids: the drafter abstains. A drafter leaves
     `drafter_id` empty: the process that holds it puts the name it was configured with.
@@ -82,13 +83,13 @@ class Proposal:
     drafter_id: str = ""
 
     def part(self, begin: int, end: int | None = None) -> Proposal:
-        """Its tokens from index `begin` up to, not including, `end`."""
+        """The proposal's tokens from index `begin` up to, not including, `end`."""
         return Proposal(self.token_ids[begin:end], self.confidences[begin:end], self.drafter_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is verified: a forest over the prefix. `parents[i]` < i is the parent of token i, or ROOT.
+    """The draft that is verified: a forest over the prefix. `parents[i]` < i is the parent of token i, or ROOT.
 
     Siblings carry different ids. A chain is the special case parents = (-1, 0, 1, ...).
     """
@@ -119,12 +120,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What the target made of a draft, or of an opening (num_accepted 0, one token).
+    """The target's answer to a draft, or to an opening (num_accepted 0, one token).
 
     `output_token_ids`: accepted tokens, then one next token of the target's own unless the request ended inside.
-    `batch_prefill_tokens`: tokens of prompts among the step's `batch_tokens`.
-    `top_candidates`: per output token, the target's most likely ids at that position (empty unless asked for).
-    `proposals`: for what follows, of drafters that are attached to the verifier (empty unless asked for).
+    `batch_prefill_tokens`: tokens of prompts among the step's `batch_tokens`. `top_candidates`: per output token, the
+    target's most likely ids at that position (empty unless asked for). `proposals`: for what follows, of drafters
+    attached to the verifier (empty unless asked for).
     """
 
     base_length: int
@@ -146,7 +147,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What stands behind an address. `context_limit` counts prompt plus output tokens."""
+    """Facts about the model behind an address. `context_limit` counts prompt plus output tokens."""
 
     model: str
     revision: str

@@ -1,15 +1,12 @@
-"""The interface of every drafter kind.
+"""The interface of every drafter kind, and what the kinds share.
 
-A drafter serves many sessions. For each it is told the prefix (prompt plus committed ids) and, when asked, returns
-up to `width` chains of up to K ids that may come next, or abstains. Whatever it returns, the text stays the same.
+A drafter serves many sessions. For each it is told the prefix (prompt plus committed ids) and, when asked, returns up
+to `width` chains of up to K ids that may come next, or abstains. Whatever it returns, the text stays the same.
 
-Drafters as a command line names them: `[id=]kind[:option=value]...`.
-
-Options of drafter kinds: one frozen dataclass per kind, closed, built from any mapping (text or typed values).
-
-What the kinds without a model share: sessions that follow a prefix, limits, and the check of what they emit.
-
-What a drafter kind hands to the registry.
+A command line names drafters as `[id=]kind[:option=value]...` (`parse_entries`). The options of a kind are one frozen
+dataclass, closed, built from any mapping of text or typed values (`parse_options`). `ModelFreeDrafter` is the base of
+kinds without a model: sessions that follow a prefix, limits, and the check of what they emit. `Kind` is what a kind
+hands to the registry.
 """
 
 from __future__ import annotations
@@ -37,13 +34,13 @@ class DrafterEntry:
     options: dict[str, str]
 
     def __str__(self) -> str:
-        """As parse_entries takes it."""
+        """The entry as `parse_entries` takes it."""
         options = [f":{name}={value}" for name, value in self.options.items()]
         return f"{self.drafter_id}={self.kind}" + "".join(options)
 
 
 def parse_entries(entries: Iterable[str], flag: str) -> list[DrafterEntry]:
-    """One per entry, in order. Raises ConfigError naming `flag` and the bad entry, or an id that is given twice."""
+    """Drafter entries, in order. Raises ConfigError naming `flag` and the bad entry, or an id that is given twice."""
     found: list[DrafterEntry] = []
     for entry in entries:
         head, *options = entry.split(":")
@@ -69,7 +66,8 @@ class Ask(Generic[SessionT]):
     num_speculative_tokens: int
     width: int = 1
     is_ahead: bool = False
-    """Nobody waits for it: it takes no room that another session holds, and gets nothing where there is none."""
+    """The answer is not waited for: the ask takes no room that another session holds, and gets nothing where there is
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class PathAsk(Generic[SessionT]):
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What a request brings beside its prefix. Only drafters inside the router's process are told of it."""
+    """The context that a request brings beside its prefix. Only drafters in the router's process are told of it."""
 
     prompt_length: int = 0
     """The prefix's ids after so many are output."""
@@ -123,11 +121,11 @@ class Drafter(ABC, Generic[SessionT]):
         """Start a session whose prefix is `prefix`. `params.seed` is the seed of the target's noise."""
 
     def open_request(self, prefix: Sequence[int], params: SamplingParams, request_context: RequestContext) -> SessionT:
-        """`open`, for the kinds that live from what a request brings."""
+        """`open`, for the kinds that draft from what a request brings."""
         return self.open(prefix, params)
 
     def serves(self, request_context: RequestContext) -> bool:
-        """Whether it has a vote in a request that brings this."""
+        """Whether the drafter has a vote in a request that brings this context."""
         return True
 
     @abstractmethod
@@ -143,7 +141,7 @@ class Drafter(ABC, Generic[SessionT]):
         return [self.ids_after(ask.session, ask.path, ask.num_tokens) for ask in asks]
 
     def ids_after(self, session: SessionT, path: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-        """One such answer: here, the rest of its own proposal, where that begins with `path`."""
+        """One answer of `after`: here, the rest of the drafter's own proposal, where that begins with `path`."""
         chains = self.propose([Ask(session, len(path) + num_tokens)])[0]
         ids = chains[0].token_ids if chains else ()
         return ids[len(path) :] if ids[: len(path)] == tuple(path) else ()
@@ -167,7 +165,7 @@ MAX_VOCAB_SIZE = 1 << 21
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions(Options):
-    """What every kind understands."""
+    """Options of every kind."""
 
     vocab_size: int = option(
         help="size of the tokenizer's vocabulary; ids at or above it are never proposed",
@@ -175,24 +173,26 @@ class DrafterOptions(Options):
         maximum=MAX_VOCAB_SIZE,
     )
     context_limit: int = option(131_072, help="prefix length in tokens past which the drafter abstains", minimum=1)
-    family: str = option("", help="drafters of one family are alike for the vote (empty: the kind's name)")
+    family: str = option("", help="family in the vote: drafters of one family count as alike (empty: the kind's name)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexingOptions(DrafterOptions):
-    """What the kinds understand that look into an index of the request's own text."""
+    """Options of the kinds that look into an index of the request's own text."""
 
-    max_indexed_tokens: int = option(8192, help="the own text is indexed over at most this many last tokens", minimum=2)
+    max_indexed_tokens: int = option(
+        8192, help="last tokens of the request's own text that are indexed, at most", minimum=2
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfidenceOptions(DrafterOptions):
-    """What the kinds understand that give every token a probability."""
+    """Options of the kinds that give every token a probability."""
 
     min_confidence: float = option(
-        0.0, help="a chain ends before a token less probable than this", minimum=0, maximum=1
+        0.0, help="a chain ends before a token less probable than this, 0 to 1", minimum=0, maximum=1
     )
-    sharpen: float = option(1.0, help="multiplies the logits at temperature > 0; above 1 helps weak drafters", above=0)
+    sharpen: float = option(1.0, help="factor on the logits at temperature > 0; above 1 helps weak drafters", above=0)
 
 
 def require(holds: bool, name: str, rule: str) -> None:
@@ -229,7 +229,8 @@ PrefixSessionT = TypeVar("PrefixSessionT", bound=PrefixSession)
 
 
 class ModelFreeDrafter(Drafter[PrefixSessionT], Generic[PrefixSessionT]):
-    """A kind defines three methods on its session: make an empty one, append ids, and the chains for one ask.
+    """Base of kinds without a model. A kind defines three methods on its session: make an empty one, append ids, and
+    the chains for one ask.
 
     Past `context_limit` a session drops all that it holds and abstains for good, so its memory is bounded.
     """
@@ -303,7 +304,8 @@ def window_start(length: int, window: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[OptionsT]):
-    """A name, the closed schema of its options and what builds a drafter from them."""
+    """A drafter kind as the registry knows it: a name, the closed schema of its options and what builds a drafter from
+    them."""
 
     name: str
     options: type[OptionsT]

@@ -38,7 +38,7 @@ def attached_kinds() -> tuple[str, ...]:
 
 
 def load_kind(kind: str) -> Kind[Any]:
-    """Raises ConfigError naming the known kinds."""
+    """The kind of this name, loaded. Raises ConfigError naming the known kinds."""
     match kind:
         case "ngram":
             from moot.drafters.lookup.ngram import NgramDrafter, NgramOptions
@@ -88,7 +88,7 @@ def create(kind: str, options: Mapping[str, object], fingerprint: str = "") -> D
 
 
 def make_stage(text: str, vocab_size: int, fingerprint: str) -> Drafter[Any]:
-    """What `kind[~option=value]...[+kind...]` names, the cheapest first.
+    """The stages that `kind[~option=value]...[+kind...]` names, the cheapest first.
 
     A kind that has stages itself is fed by all before it; of kinds without, the first that has something to say is
     heard. `fingerprint`: of the tokenizer that all of them must share. Raises ConfigError.
@@ -115,7 +115,8 @@ def make_stage(text: str, vocab_size: int, fingerprint: str) -> Drafter[Any]:
 
 
 def installed(kind: str, group: str, cls: type[FoundT]) -> FoundT | None:
-    """What the entry point `kind` of `group` names, None without one. Raises ConfigError where it is no `cls`."""
+    """The object that the entry point `kind` of `group` names, None without one. Raises ConfigError where it is no
+    `cls`."""
     for entry in entry_points(group=group, name=kind):
         found = entry.load()
         if not isinstance(found, cls):

@@ -14,7 +14,8 @@ _log = logging.getLogger("moot.model")
 
 
 def choose_runner(loaded: LoadedModel, kv_capacity_tokens: int, batch_invariant: bool) -> ModelRunner:
-    """On a GPU the paged runner, for the families that it has; else the one that drives transformers' own modules.
+    """The runner for this model: on a GPU the paged one, for the families that it has; else the one that drives
+    transformers' own modules.
 
     Raises ConfigError where batch-invariant mode is asked for and does not hold.
     """

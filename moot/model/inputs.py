@@ -1,4 +1,4 @@
-"""What a forward pass is asked for, and the checks of it that every runner makes."""
+"""Inputs of a forward pass, and the checks of them that every runner makes."""
 
 from __future__ import annotations
 

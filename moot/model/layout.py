@@ -1,3 +1,5 @@
+"""The layout of a step: its rows, the tiles in which they attend, and the slots and masks of each tile."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -14,7 +16,8 @@ STEP_ARGUMENT = "moot_step"
 
 
 def additive_mask(positions: Tensor, kv_length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """What is added to scores so that a row sees its own position and, within `window`, those before it: 0 or -inf.
+    """The mask that is added to scores so that a row sees its own position and, within `window`, those before it: 0 or
+    -inf.
 
     positions: [..., rows], int64. Returns [..., rows, kv_length].
     """
@@ -129,8 +132,8 @@ def num_step_rows(segments: Sequence[Segment], rules: RowRules) -> int:
 def _pieces(rows: list[int], position: int, rules: RowRules) -> list[list[int]]:
     """`rows`, of which the first stands at `position` and each at the next one, cut into tiles.
 
-    Where whole spans are attended to, no tile crosses a span's end: how many slots a row sees is decided by its own
-    position, not by the rows beside it.
+    Where attention reads whole spans of slots, no tile crosses a span's end: how many slots a row sees is decided by
+    its own position, not by the rows beside it.
     """
     pieces: list[list[int]] = []
     first = 0

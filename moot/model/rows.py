@@ -1,12 +1,11 @@
-"""Numbers that do not depend on the company they keep.
+"""Rules under which a row's numbers do not depend on its batch-mates.
 
 A matrix product may round a row differently depending on how many rows share the call and where the row lies among
 them: BLAS libraries have other kernels for few rows and for remainders. In batch-invariant mode every product runs in
 tiles of at most 32 rows (a decoder's of more, where that holds), padded to row counts that are equal bit by bit;
 attention runs in tiles of at most 32 query rows of one request, padded likewise, over a KV length that is a multiple of
-256. What holds depends on the machine: `selfcheck` picks the cheapest that does, or refuses the mode.
-
-What the CPU can do, as Linux lists it.
+256. What holds depends on the machine: `selfcheck` picks the cheapest that does, or refuses the mode. What the CPU can
+do is read from Linux's list.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """How many rows share a call. Attention: at most `tile` query rows, padded; `pad_kv`: over whole spans, masked.
+    """The row counts of calls. Attention: at most `tile` query rows, padded; `pad_kv`: over whole spans, masked.
 
     Products: at most `product_tile` rows; up to `tile` padded by `linear`, more to a multiple of `product_multiple`.
     Attention as two products over at most `product_slots` slots, as one fused call over more of them.
@@ -119,7 +118,7 @@ def attention_candidates(dtype: torch.dtype) -> tuple[Padding, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What is in force while a runner drives a model on this thread."""
+    """The rules in force while a runner drives a model on this thread."""
 
     rules: RowRules
     progress: Callable[[], None]
@@ -138,7 +137,7 @@ def tiled(rules: RowRules, progress: Callable[[], None]) -> Iterator[None]:
 
 
 def current_rules() -> RowRules:
-    """The natural rules where no runner is driving."""
+    """The rules in force on this thread; the natural ones where no runner is driving."""
     tiling = _tiling.get()
     return NATURAL if tiling is None else tiling.rules
 
@@ -170,7 +169,7 @@ def numerics_fingerprint(dtype: torch.dtype, device: torch.device, rules: RowRul
     `way`: which code computes the pass, the model's own modules or a decoder with weights of its own layout.
 
     The number of compute threads is one of these things, and is taken as it is now: it is set once, by `load_model`.
-    Whoever changes it afterwards (`torch.set_num_threads`) needs a new runner.
+    After a later change (`torch.set_num_threads`) a new runner is needed.
     """
     if device.type == "cuda":
         unit = torch.cuda.get_device_name(device)

@@ -1,6 +1,6 @@
-"""One ragged forward pass over the tokens of many requests.
+"""The runner of a model: one ragged forward pass over the tokens of many requests.
 
-The target's last hidden states of a pass: what its output layer is given, for drafters that read them.
+`States` are the target's last hidden states of a pass, as its output layer is given them, for drafters that read them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from moot.model.rows import NATURAL, RowRules, numerics_fingerprint, tiled
 
 
 class States:
-    """Of one runner. Costs nothing until `start`, and then a reference: nothing is copied."""
+    """The hidden states of one runner's last pass. They cost nothing until `start`, and then a reference: nothing is
+    copied."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
@@ -135,7 +136,7 @@ class ModelRunner:
 
     @property
     def way(self) -> str:
-        """Which code computes a pass."""
+        """Name of the code that computes a pass."""
         return "modules" if self.loaded.decoder is None else self.loaded.decoder.way
 
     @property
@@ -143,7 +144,7 @@ class ModelRunner:
         return self.loaded.decoder is not None
 
     def keep_states(self) -> None:
-        """From now on passes leave the hidden states of their logit rows: see `states`. No logit changes."""
+        """Let passes leave, from now on, the hidden states of their logit rows: see `states`. No logit changes."""
         self._states.start()
 
     def states(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A pod's certificate, key and authorities: read from files, and checked before anybody uses them."""
+"""A pod's certificate, key and authorities: read from files, and checked before they are used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CERT_FLAG, KEY_FLAG, CA_FLAG = "--tls-cert-file", "--tls-key-file", "--tls-ca-fi
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """What the three files hold, as it is."""
+    """The content of the three files, as it is."""
 
     cert: bytes
     key: bytes = field(repr=False)
@@ -42,12 +42,13 @@ class Certificates:
 
 
 def read_pems(cert: Path, key: Path, ca: Path) -> Pems:
-    """Raises ConfigError naming the flag whose file cannot be read."""
+    """Read the three files. Raises ConfigError naming the flag whose file cannot be read."""
     return Pems(_read(CERT_FLAG, cert), _read(KEY_FLAG, key), _read(CA_FLAG, ca))
 
 
 def check(pems: Pems, role: str, now: datetime) -> Certificates:
-    """Raises ConfigError naming the flag whose file is no good for a pod of this role at the time `now`."""
+    """The certificates that fit together. Raises ConfigError naming the flag whose file is no good for a pod of this
+    role at the time `now`."""
     chain, authorities = _certificates(CERT_FLAG, pems.cert), _certificates(CA_FLAG, pems.ca)
     leaf = chain[0]
     if _public_key_of(pems.key) != _spki(leaf):
@@ -103,7 +104,7 @@ def _spki(certificate: x509.Certificate) -> bytes:
 
 
 def _path(chain: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]) -> list[x509.Certificate]:
-    """From the pod's certificate, through others of its file, to the authority that lasts longest."""
+    """The chain from the pod's certificate, through others of its file, to the authority that lasts longest."""
     anchors = sorted(authorities, key=lambda one: one.not_valid_after_utc, reverse=True)
     path = [chain[0]]
     while True:

@@ -34,7 +34,7 @@ def finish_to_pb(reason: FinishReason | None) -> token_pb2.FinishReason.ValueTyp
 
 
 def finish_from_pb(value: int) -> FinishReason | None:
-    """Raises ValueError for a number this version does not know."""
+    """The finish reason of a message. Raises ValueError for a number this version does not know."""
     if value not in _FINISH_FROM_PB:
         raise ValueError(f"unknown finish reason {value}")
     return _FINISH_FROM_PB[value]
@@ -107,7 +107,7 @@ def draft_to_pb(
 
 
 def draft_from_pb(message: verifier_service_pb2.VerifyDraft) -> Draft:
-    """Raises ValueError when the parents do not make a forest over the prefix."""
+    """The draft of a message. Raises ValueError when the parents do not make a forest over the prefix."""
     token_ids, parents = tuple(message.draft_token_ids), tuple(message.parent_indices)
     if not parents:
         return Draft.chain(token_ids)
@@ -134,14 +134,14 @@ def logprobs_from_pb(message: token_pb2.TokenLogprobs) -> TokenLogprobs:
 
 
 def top_candidates_to_pb(rows: Sequence[Sequence[int]]) -> token_pb2.TopCandidates | None:
-    """None for no rows; all rows have one width."""
+    """The message of top candidates, None for no rows; all rows have one width."""
     if not rows:
         return None
     return token_pb2.TopCandidates(width=len(rows[0]), token_ids=[token for row in rows for token in row])
 
 
 def top_candidates_from_pb(message: token_pb2.TopCandidates) -> tuple[tuple[int, ...], ...]:
-    """Raises ValueError when the ids do not fill whole rows."""
+    """The rows of top candidates in a message. Raises ValueError when the ids do not fill whole rows."""
     width, ids = message.width, message.token_ids
     if not ids:
         return ()
@@ -200,7 +200,8 @@ def failed_to_pb(error: type[MootError], message: str, round_index: int) -> veri
 
 
 def failed_from_pb(message: verifier_service_pb2.SessionFailed) -> MootError:
-    """A code this version does not know is a fault of the verifier's own."""
+    """The error that a failed session stands for. A code this version does not know is a fault of the verifier's
+    own."""
     name = _FAILURE_NAMES.get(message.code, "")
     kind = SESSION_FAILURES.get(name.removeprefix("CODE_"), PeerError)
     return kind(message.message or "the verifier gave the session up")

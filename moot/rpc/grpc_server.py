@@ -26,7 +26,8 @@ _log = logging.getLogger("moot.server")
 
 
 def write_ready_file(path: Path | None, **facts: object) -> None:
-    """Tell whoever started this process where it listens; written whole or not at all. Raises ConfigError."""
+    """Write where this process listens to the ready file, whole or not at all, for the process that started it. Raises
+    ConfigError."""
     if path is None:
         return
     temporary = path.with_name(path.name + f".{os.getpid()}")
@@ -38,7 +39,7 @@ def write_ready_file(path: Path | None, **facts: object) -> None:
 
 
 def termination_event() -> asyncio.Event:
-    """Set on the first SIGTERM or SIGINT of this process. Needs a running loop in the main thread."""
+    """An event that is set on the first SIGTERM or SIGINT of this process. Needs a running loop in the main thread."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

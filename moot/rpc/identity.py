@@ -1,4 +1,4 @@
-"""Who a pod is: its namespace, release and role, as the one `moot://` URI in its certificate says."""
+"""The identity of a pod: namespace, release and role, as the one `moot://` URI in its certificate says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _URI = re.compile(rf"{SCHEME}({_LABEL})/({_LABEL}(?:\.{_LABEL})*)/({'|'.join(ROL
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Two pods are of one installation when namespace and release are equal."""
+    """The identity of a pod. Two pods are of one installation when namespace and release are equal."""
 
     namespace: str
     release: str
@@ -29,17 +29,17 @@ class Identity:
 
     @property
     def server_name(self) -> str:
-        """The DNS name in its certificate. Pods are called by addresses that nobody knows beforehand, and a gRPC client
-        compares one name with the server's certificate and nothing else: so this name says what the URI says."""
+        """The DNS name in its certificate. Pods are called by addresses that are not known beforehand, and a gRPC
+        client compares one name with the server's certificate and nothing else: so this name says what the URI says."""
         return f"{self.role}.{self.release}.{self.namespace}.{DOMAIN}"
 
     def peer(self, role: str) -> Identity:
-        """Who plays `role` in the same installation."""
+        """The identity of the pod that plays `role` in the same installation."""
         return replace(self, role=role)
 
 
 def identity_of(uris: Iterable[str]) -> Identity:
-    """The one among the URIs of a certificate, beside others. Raises ValueError saying what they hold instead."""
+    """The identity in a certificate, one of its URIs beside others. Raises ValueError saying what they hold instead."""
     mine = [uri for uri in uris if uri.startswith(SCHEME)]
     if not mine:
         raise ValueError(f"no URI {SCHEME}NAMESPACE/RELEASE/ROLE")

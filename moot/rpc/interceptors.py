@@ -1,4 +1,4 @@
-"""Errors to gRPC's status codes."""
+"""Interceptors of gRPC servers: errors become gRPC's status codes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler: a MootError becomes its status, anything else INTERNAL without its text."""
 
     def __init__(self, admit: Callable[[grpc.aio.ServicerContext[Any, Any]], None] = lambda _: None) -> None:
-        """`admit` raises a MootError for callers that may not call. It is asked once a call."""
+        """`admit` raises a MootError for a caller that may not call. It is asked once a call."""
         self._admit = admit
 
     async def intercept_service(

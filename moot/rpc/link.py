@@ -1,13 +1,12 @@
-"""Settings that both ends of a link must share: keepalive, deadlines, message sizes. One config, so they agree.
+"""Links between pods: settings that both ends share, queues of frames, and what a failed call says of a peer.
 
-Measured with grpcio 1.85: keepalive alone takes a minute to notice a frozen peer; with http2.ping_timeout set it
-takes one to two seconds. A client that pings faster than the server allows is cut off with "too many pings".
+Keepalive, deadlines and message sizes stand in one config, so that both ends agree. Measured with grpcio 1.85:
+keepalive alone takes a minute to notice a frozen peer; with http2.ping_timeout set it takes one to two seconds. A
+client that pings faster than the server allows is cut off with "too many pings".
 
-A bounded queue whose reader takes all that is there at once, as far as one message holds it: few frames.
-
-Writing a message, and learning the moment in which gRPC has it.
-
-Why a peer could not be asked what it is, as far as gRPC tells: for logs, and for how soon to try again.
+`FrameQueue` is a bounded queue whose reader takes all that is there at once, as far as one message holds it: few
+frames. `Handed` writes a message and learns the moment in which gRPC has it. `failure_of` says why a peer could not be
+asked what it is, as far as gRPC tells: for logs, and for how soon to try again.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ ITEM_OVERHEAD_BYTES = 16
 
 
 class FrameQueueFull(Exception):
-    """The reader does not keep up: whoever owns the stream ends it, which frees everything behind it."""
+    """The reader does not keep up: the owner of the stream ends it, which frees everything behind it."""
 
 
 class FrameQueue(Generic[ItemT]):
-    """One event loop, any number of writers, one reader.
+    """A bounded queue of frames: one event loop, any number of writers, one reader.
 
     `put` never waits: past `max_items` it raises FrameQueueFull. `next_frame` waits for at least one item and returns
-    up to `max_frame_items` of them, fewer when they would be more than `max_frame_bytes` together (an item that is
-    larger than that comes alone); after `close` it drains what is left, then returns an empty list. `size_of`: an
-    item's bytes.
+    up to `max_frame_items` of them, fewer when their sum would be more than `max_frame_bytes` (an item that is larger
+    than that comes alone); after `close` it drains what is left, then returns an empty list. `size_of`: an item's
+    bytes.
     """
 
     def __init__(
@@ -101,7 +100,8 @@ class FrameQueue(Generic[ItemT]):
 
 
 class Handed(Generator[Any, Any, None]):
-    """`await Handed(call.write(message), note)`: as `await call.write(message)`, and `note()` is called on the way.
+    """A write of one message that tells when gRPC has it. `await Handed(call.write(message), note)`: as `await
+    call.write(message)`, and `note()` is called on the way.
 
     gRPC puts a message on the connection within the call that takes it, unless the peer's window is full; that it has
     done so it tells through its own thread and the event loop, after everything else that the loop has to do. `note`
@@ -143,8 +143,8 @@ _NEVER_CONNECTED = "failed to connect to all addresses"
 
 
 def failure_of(error: grpc.aio.AioRpcError, server_name: str | None) -> PeerRefused | PeerLost:
-    """PeerRefused where trying again at once is in vain. `server_name`: expected in the peer's certificate; None: no
-    TLS here."""
+    """The error of a failed call: PeerRefused where trying again at once is in vain. `server_name`: expected in the
+    peer's certificate; None: no TLS here."""
     details = error.details() or ""
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
         return PeerRefused(details)
@@ -166,9 +166,11 @@ HEARTBEAT_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig(Options):
-    """What both ends of a link are told; durations in milliseconds, sizes in bytes."""
+    """Options of both ends of a link; durations in milliseconds, sizes in bytes."""
 
-    max_message_bytes: int = option(16 * 1024 * 1024, help="size limit of one frame, equal on both sides", minimum=1)
+    max_message_bytes: int = option(
+        16 * 1024 * 1024, help="size limit of one frame in bytes, equal on both sides", minimum=1
+    )
     keepalive_time_ms: int = option(5_000, help="milliseconds between keepalive pings, equal on both sides", minimum=1)
     keepalive_timeout_ms: int = option(
         3_000, help="milliseconds until an unanswered ping ends the connection", minimum=1

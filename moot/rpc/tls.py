@@ -37,13 +37,13 @@ REFRESH_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions(Options):
-    """Where a pod's certificates are: all three, or none and plain text."""
+    """The files of a pod's certificates: all three, or none and plain text."""
 
     tls_cert_file: Path | None = option(
         None, help="PEM file with this pod's certificate for mutual TLS between pods (none: plain text)"
     )
     tls_key_file: Path | None = option(None, help="PEM file with its private key")
-    tls_ca_file: Path | None = option(None, help="PEM file with the authorities that other pods' certificates hang on")
+    tls_ca_file: Path | None = option(None, help="PEM file with the authorities that sign other pods' certificates")
 
     @property
     def tls_files(self) -> tuple[Path, Path, Path] | None:
@@ -83,7 +83,7 @@ class PodTls:
         return self.certificates.identity
 
     def watch(self) -> None:
-        """Look at the files now and then, in a thread of its own, until `close`."""
+        """Look at the files now and then, in a separate thread, until `close`."""
         self._thread = threading.Thread(target=self._watch, name="tls files", daemon=True)
         self._thread.start()
 
@@ -115,7 +115,7 @@ class PodTls:
         return True
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """They want a certificate of every client."""
+        """Credentials that want a certificate of every client."""
         served = self.certificates
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
@@ -133,7 +133,7 @@ class PodTls:
         )
 
     def open_channel(self, address: str, role: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-        """To a pod that must prove that it plays `role` in this installation. Needs a running event loop."""
+        """A channel to a pod that must prove that it plays `role` in this installation. Needs a running event loop."""
         pems = self.certificates.pems
         return grpc.aio.secure_channel(
             address,
@@ -163,7 +163,7 @@ class PodTls:
                 _log.exception("certificate files not looked at")
 
     def _refuse(self, what: str | Pems, error: ConfigError) -> None:
-        """Half-written files are seen again and again: said once."""
+        """Log that files are refused, once: half-written files are seen again and again."""
         if what != self._refused:
             self._refused = what
             _log.warning("certificate files not taken, the former stay in use", extra={"reason": str(error)})
@@ -189,7 +189,7 @@ class PodTls:
 
 
 def open_tls(options: TlsOptions, role: str, metrics: Metrics) -> PodTls | None:
-    """What the options ask for; None: plain text. Raises ConfigError naming the flag that is wrong."""
+    """The certificates that the options name; None: plain text. Raises ConfigError naming the flag that is wrong."""
     files = options.tls_files
     return None if files is None else PodTls(files, role, metrics)
 

@@ -1,4 +1,4 @@
-"""What operators and kubelets ask of a process: its metrics and probes, on a port of their own."""
+"""The admin port of a process: metrics and probes, for operators and kubelets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class _QuietHandler(WSGIRequestHandler):
     timeout = 5.0  # seconds for a client to send its request
 
     def log_message(self, format: str, *args: object) -> None:
-        """A scrape every few seconds is no news."""
+        """Log nothing: a scrape every few seconds is no news."""
 
 
 def _server_class(host: str) -> type[WSGIServer]:
-    """For the family of `host`, an address or a name; a name that has both kinds of address means IPv4.
+    """The server class for the family of `host`, an address or a name; a name that has both kinds of address means
+    IPv4.
 
     Raises OSError when it has none.
     """

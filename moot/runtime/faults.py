@@ -56,7 +56,7 @@ def fault(name: str, target: str = "") -> Fault | None:
 
 
 def fault_delay_s(found: Fault | None) -> float:
-    """How long the place is to stand still: `delay:SECONDS`, `freeze`, else 0."""
+    """Seconds for which the place is to stand still: of `delay:SECONDS`, `freeze`, else 0."""
     if found is None:
         return 0.0
     if found.action == "freeze":

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 request_id_var: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
-"""Set by whoever takes a request in; every log line of the task and its children carries it."""
+"""Set where a request is taken in; every log line of the task and its children carries it."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 

@@ -5,11 +5,9 @@ time the verifier, drafting time the drafter. Label values come from closed sets
 known beforehand shows all of them from the start, since the first increase of a series that was not there is lost.
 `docs/metrics.md` is made of this module.
 
-A histogram that one thread moves: no lock, and one addition for many equal values.
-
-What defines a metric: name, kind, text, labels and the services that own it; on a registry of one process.
-
-Three gauges a second time, under the names that inference gateways know from vLLM.
+A `Definition` has the name, kind, text and labels of a metric, and the services that own it; `Definitions` puts them on
+a registry of one process. A `Tally` is a histogram that one thread moves: no lock, and one addition for many equal
+values. `VllmNames` exposes three gauges a second time, under the names that inference gateways know from vLLM.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class Tally:
         """Sum of the values."""
 
     def observe(self, value: float, count: int = 1) -> None:
-        """`count` values of this size."""
+        """Count `count` values of this size."""
         self.counts[bisect_left(self._bounds, value)] += count
         self.total += value * count
 
@@ -97,7 +95,8 @@ ROUTER, VERIFIER, DRAFTER = SERVICES = ("router", "verifier", "drafter")
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """`name`: as it stands in a query, `_total` included. `kind`: counter, gauge or histogram."""
+    """The definition of one metric. `name`: as it stands in a query, `_total` included. `kind`: counter, gauge or
+    histogram."""
 
     name: str
     kind: str
@@ -130,7 +129,7 @@ class Definitions:
         return Histogram(f"moot_{name}", text, (), buckets=tuple(buckets), registry=registry)
 
     def _tally(self, name: str, text: str, buckets: Iterable[float]) -> Tally:
-        """Of values that the event loop's thread alone observes."""
+        """A tally of values that the event loop's thread alone observes."""
         return self._tallies(name, text, buckets).labels()
 
     def _tallies(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> TallyFamily:
@@ -145,7 +144,7 @@ class Definitions:
 
 
 class VllmNames(Collector):
-    """What an inference gateway reads of a model server, under the names that it knows from vLLM.
+    """The gauges that an inference gateway reads of a model server, under the names that it knows from vLLM.
 
     Names: the Gateway API Inference Extension's model server protocol, column vLLM. `kv_cache_usage_perc` is a
     fraction from 0 to 1 in spite of its name. vLLM numbers the engines of one server; here there is one.
@@ -187,19 +186,19 @@ MOVE_REASONS = (*dict.fromkeys(row.moves for row in ERRORS.values() if row.moves
 SHORTAGES = (
     *("caller_choices", "caller_tokens", "choices", "tokens", "places", "verifiers", "memory", "draining", "other"),
 )
-"""Of what there was too little when a request was refused: of the caller's own limits (429), or of the server's."""
+"""What was short when a request was refused: room in the caller's own limits (429), or in the server's."""
 OUT_OF_MEMORY = ("step", "draft", "request", "prefix", "drafter")
-"""What an allocation that failed has cost a verifier."""
+"""What a failed allocation has cost a verifier."""
 APIS = ("http", "grpc")
 DEGRADED_MODES = ("no_drafters", "no_verifiers", "no_speculation")
-"""And `store`, of a router that has one."""
+"""The degraded modes of every router; one with a store has `store`, too."""
 
 
 class Metrics(Definitions):
     """All metrics of one process, on a registry of their own, so that a test can hold several in one process.
 
-    `service`: router, verifier or drafter; its own metrics are exposed, the others can be moved all the same. Without
-    one all are exposed.
+    `service`: router, verifier or drafter; its own metrics are exposed, the others can be moved all the same. Without a
+    service all are exposed.
     """
 
     def __init__(self, service: str = "") -> None:
@@ -213,125 +212,160 @@ class Metrics(Definitions):
     def _define_requests(self) -> None:
         self.num_requests_running = self._gauge(
             "num_requests_running",
-            "Requests being generated; a router's are those accepted and not ended.",
+            "Requests being generated; at a router all accepted requests that have not ended.",
             by=(ROUTER, VERIFIER),
         )
         self.num_requests_waiting = self._gauge(
             "num_requests_waiting",
-            "Requests that wait: at a router those of the running ones without a first token, at a verifier those "
-            "without KV cache.",
+            "Requests that wait: at a router the running ones without a first token, at a verifier those without KV "
+            "cache.",
             by=(ROUTER, VERIFIER),
         )
         self.num_requests_limit = self._gauge(
             "num_requests_limit",
-            "Requests that may run and wait at a time; one more is refused.",
+            "Most requests that may run and wait at a time; one more is refused.",
             by=(ROUTER, VERIFIER),
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were started.")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens delivered.")
         self.time_to_first_token_seconds = self._histogram(
-            "time_to_first_token_seconds", "From the request's arrival to its first output token.", LATENCY_BUCKETS
+            "time_to_first_token_seconds",
+            "Seconds from a request's arrival to its first output token.",
+            LATENCY_BUCKETS,
         )
         self.inter_token_latency_seconds = self._tally(
             "inter_token_latency_seconds",
-            "Interval between deliveries over its tokens, counted once per token.",
+            "Seconds between two deliveries, divided by the tokens of the second and counted once per token.",
             LATENCY_BUCKETS,
         )
         self.e2e_request_latency_seconds = self._histogram(
-            "e2e_request_latency_seconds", "From the request's arrival to its end.", LATENCY_BUCKETS
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", LATENCY_BUCKETS
         )
         self.requests = self._counter("requests", "Requests that ended.", "finish_reason")
         for reason in FinishReason:
             self.requests.labels(reason.value)
         self.requests_refused = self._counter(
             "requests_refused",
-            "Requests answered with an error before anything was generated, by HTTP status (of gRPC: the same).",
+            "Requests answered with an error before anything was generated, by HTTP status (gRPC "
+            "calls by the status that corresponds).",
             "code",
         )
         for code in REFUSAL_CODES:
             self.requests_refused.labels(str(code))
         self.requests_turned_away = self._counter(
             "requests_turned_away",
-            "Of the requests refused those that there was no room for, by what was short; caller_...: of the caller's "
-            "own share.",
+            "Requests refused for lack of room, by what was short; caller_...: room in the caller's own limit.",
             "shortage",
         )
         for shortage in SHORTAGES:
             self.requests_turned_away.labels(shortage)
         self.queued_tokens = self._gauge(
-            "queued_tokens", "Prompt and most output tokens of accepted requests without a first token."
+            "queued_tokens", "Tokens of accepted requests without a first token: prompt and max_tokens."
         )
-        self.queued_tokens_limit = self._gauge("queued_tokens_limit", "Such tokens there may be; more are refused.")
+        self.queued_tokens_limit = self._gauge(
+            "queued_tokens_limit", "Most tokens that may be queued; requests beyond it are refused."
+        )
         self.slow_clients = self._counter(
-            "slow_clients", "Connections and calls ended because their reader took too little for too long.", "api"
+            "slow_clients", "Connections and calls ended because their client read too slowly.", "api"
         )
         for api in APIS:
             self.slow_clients.labels(api)
 
     def _define_speculation(self) -> None:
-        self.rounds = self._counter("rounds", "Rounds: propose, vote, verify, commit.")
+        self.rounds = self._counter("rounds", "Rounds completed: propose, vote, verify, commit.")
         self.draft_tokens = self._counter("draft_tokens", "Draft tokens verified, every node of a tree counted.")
-        self.accepted_tokens = self._counter("accepted_tokens", "Draft tokens accepted; the next token is not one.")
+        self.accepted_tokens = self._counter(
+            "accepted_tokens", "Draft tokens accepted by the target; the next token of a round is not counted."
+        )
         self.accepted_tokens_per_position = self._counter(
-            "accepted_tokens_per_position", "Draft tokens accepted at this depth of the draft, from 0.", "position"
+            "accepted_tokens_per_position", "Draft tokens accepted, by their depth in the draft, from 0.", "position"
         )
         self.plain_decoding_seconds = self._counter(
             "plain_decoding_seconds",
-            "Estimate of what plain decoding would have taken for the tokens of the rounds; over the seconds of the "
-            "rounds (moot_round_duration_seconds_sum) it is what speculation gains.",
+            "Estimated seconds that plain decoding would have taken for the tokens of the rounds; divided by the "
+            "seconds of the rounds (moot_round_duration_seconds_sum) it is the speed-up by speculation.",
         )
-        self.proposal_tokens = self._counter("proposal_tokens", "Tokens a drafter proposed.", "drafter")
+        self.proposal_tokens = self._counter("proposal_tokens", "Tokens that a drafter proposed.", "drafter")
         self.proposals_accepted_tokens = self._counter(
             "proposals_accepted_tokens", "Leading tokens of a drafter's proposals that the target emitted.", "drafter"
         )
-        self.votes_won = self._counter("votes_won", "Rounds whose draft followed this drafter.", "drafter")
-        self.drafter_weight = self._gauge("drafter_weight", "The weight that a request's vote starts from.", "drafter")
+        self.votes_won = self._counter(
+            "votes_won", "Rounds in which this drafter proposed the whole voted path.", "drafter"
+        )
+        self.drafter_weight = self._gauge(
+            "drafter_weight", "Weight of a drafter with which the next request's votes start.", "drafter"
+        )
         self.proposals_dropped = self._counter(
-            "proposals_dropped", "Proposals that had no vote, and why.", "drafter", "reason", by=(ROUTER, VERIFIER)
+            "proposals_dropped",
+            "Proposals dropped before the vote, and why.",
+            "drafter",
+            "reason",
+            by=(ROUTER, VERIFIER),
         )
         self.drafter_ejections = self._counter(
-            "drafter_ejections", "Times that a replica of this drafter was not asked for a while.", "drafter"
+            "drafter_ejections",
+            "Times that a replica of this drafter was ejected: not asked for a while after late or malformed answers.",
+            "drafter",
         )
         self.drafters_left_out = self._gauge(
-            "drafters_left_out", "1 while rounds ask this drafter only to try it, and why.", "drafter", "reason"
+            "drafters_left_out",
+            "1 while this drafter is left out, so that rounds ask it only now and then to try it; the reason says why.",
+            "drafter",
+            "reason",
         )
         self.drafter_calls_skipped = self._counter(
             "drafter_calls_skipped", "Drafter calls skipped because a cheap drafter was confident."
         )
-        self.speculation_length = self._tally("speculation_length", "Tokens asked of the drafters: K.", COUNT_BUCKETS)
+        self.speculation_length = self._tally(
+            "speculation_length", "Tokens that each drafter is asked for in a round: K.", COUNT_BUCKETS
+        )
         self.speculation_length_changes = self._counter(
-            "speculation_length_changes", "Rounds of a request that asked for another K than its round before."
+            "speculation_length_changes", "Rounds whose K differs from that of the request's round before."
         )
         self.vote_agreement_ratio = self._tally(
-            "vote_agreement_ratio", "Share of the vote's weight behind the draft's first token.", RATIO_BUCKETS
+            "vote_agreement_ratio",
+            "Part of the drafters that voted, 0 to 1, that is behind the draft's first token.",
+            RATIO_BUCKETS,
         )
 
     def _define_rounds_and_peers(self) -> None:
         self.round_duration_seconds = self._tallies(
-            "round_duration_seconds", "Duration of a stage of a round (draft, verify).", LATENCY_BUCKETS, "stage"
+            "round_duration_seconds",
+            "Seconds that a stage of a round takes (stage: draft, verify).",
+            LATENCY_BUCKETS,
+            "stage",
         )
         self.round_turn_seconds = self._tallies(
             "round_turn_seconds",
-            "From reading the last message that a round went on from until its command is written (stage: propose, "
-            "verify).",
+            "Seconds that the router takes from reading the message that a round waited for to writing its next "
+            "command (stage: propose, verify).",
             TURN_BUCKETS,
             "stage",
         )
         self.pool_depth = self._gauge(
             "pool_depth",
-            "Drafts waiting to be verified; a verifier's are the sessions with work.",
+            "Drafts waiting to be verified; at a verifier the sessions with work.",
             by=(ROUTER, VERIFIER),
         )
         self.answers_dropped = self._counter(
-            "answers_dropped", "Answers that fitted no open wait, and why.", "role", "reason", by=(ROUTER, VERIFIER)
+            "answers_dropped",
+            "Answers of verifiers, and at a verifier commands of routers, dropped because they fit no open wait, and "
+            "why.",
+            "role",
+            "reason",
+            by=(ROUTER, VERIFIER),
         )
-        self.degraded = self._gauge("degraded", "1 while this degraded mode is on.", "mode")
+        self.degraded = self._gauge(
+            "degraded", "1 while this degraded mode is on: the router runs without what the mode names.", "mode"
+        )
         for mode in DEGRADED_MODES:
             self.degraded.labels(mode)
-        self.peers = self._gauge("peers", "Peers by role and state.", "role", "state")
+        self.peers = self._gauge(
+            "peers", "Verifiers and drafter replicas known to this router, by role and state.", "role", "state"
+        )
         self.heartbeats_missed = self._counter(
             "heartbeats_missed",
-            "Heartbeats of a verifier that did not come (missed), or came without progress (stuck).",
+            "Heartbeats that a verifier did not answer (missed), or answered without progress (stuck).",
             "reason",
         )
         for reason in ("missed", "stuck"):
@@ -340,35 +374,43 @@ class Metrics(Definitions):
         for reason in MOVE_REASONS:
             self.request_moves.labels(reason)
         self.state_store_up = self._gauge(
-            "state_store_up", "1 while the store of request records answers; 0 as well where there is none."
+            "state_store_up",
+            "1 while the store of request records answers; 0 while it does not, or where there is none.",
         )
         self.store_commit_seconds = self._tally(
-            "store_commit_seconds", "From a span's commit to its answer, of the store or of memory.", LATENCY_BUCKETS
+            "store_commit_seconds",
+            "Seconds to write a round's committed tokens to the record, in the store or in memory.",
+            LATENCY_BUCKETS,
         )
 
     def _define_verifiers_and_drafters(self) -> None:
         own, drafts = (VERIFIER,), (DRAFTER,)
         self.kv_cache_usage_ratio = self._gauge(
-            "kv_cache_usage_ratio", "Used part of the KV cache, 0 to 1; the prefix cache is not part of it.", by=own
+            "kv_cache_usage_ratio", "Part of the KV cache in use, 0 to 1; the prefix cache is not counted.", by=own
         )
         self.request_queue_time_seconds = self._histogram(
-            "request_queue_time_seconds", "Waited before the verifier took the request.", LATENCY_BUCKETS, by=own
+            "request_queue_time_seconds",
+            "Seconds from a request's arrival at the verifier to the start of the step that gave its first token.",
+            LATENCY_BUCKETS,
+            by=own,
         )
         self.verify_batch_size = self._histogram(
-            "verify_batch_size", "Requests in a forward pass.", COUNT_BUCKETS, by=own
+            "verify_batch_size", "Requests in one forward pass.", COUNT_BUCKETS, by=own
         )
         self.verify_batch_tokens = self._histogram(
-            "verify_batch_tokens", "Tokens in a forward pass.", COUNT_BUCKETS, by=own
+            "verify_batch_tokens", "Tokens in one forward pass.", COUNT_BUCKETS, by=own
         )
         self.forward_seconds = self._histogram(
-            "forward_seconds", "Forward pass and sampling of one step.", LATENCY_BUCKETS, by=own
+            "forward_seconds", "Seconds of one step: forward pass and sampling.", LATENCY_BUCKETS, by=own
         )
-        self.prefix_cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.", by=own)
+        self.prefix_cache_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", by=own
+        )
         self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", by=own)
         self.out_of_memory = self._counter(
             "out_of_memory",
-            "Allocations that failed, by what it cost: a step repeated smaller, a draft or a request given up, blocks "
-            "of a prompt not shared, a drafter inside that abstained.",
+            "Allocations that failed, by cost: a step repeated smaller, a draft or a request given up, blocks of a "
+            "prompt not shared (prefix), an attached drafter that abstained.",
             "cost",
             by=own,
         )
@@ -377,15 +419,16 @@ class Metrics(Definitions):
         self.num_sessions = self._gauge("num_sessions", "Open sessions.", by=(VERIFIER, DRAFTER))
         self.draft_seconds = self._histogram(
             "draft_seconds",
-            "Drafting for one ask, from its first step to its answer; a verifier's: drafting inside, after one step.",
+            "Seconds of drafting for one ask, from its first step to its answer; at a verifier: of its attached "
+            "drafters after one step.",
             LATENCY_BUCKETS,
             by=(VERIFIER, DRAFTER),
         )
         self.draft_ahead_answers = self._counter(
-            "draft_ahead_answers", "Proposals that were drafted before the ask came.", by=drafts
+            "draft_ahead_answers", "Proposals that were drafted before the router asked for them.", by=drafts
         )
         self.draft_ahead_tokens = self._counter(
-            "draft_ahead_tokens", "Tokens drafted while nobody asked for them.", by=drafts
+            "draft_ahead_tokens", "Tokens drafted ahead, before the router asked for them.", by=drafts
         )
         self.draft_ahead_used_tokens = self._counter(
             "draft_ahead_used_tokens",
@@ -394,18 +437,18 @@ class Metrics(Definitions):
         )
         self.draft_ahead_dropped_tokens = self._counter(
             "draft_ahead_dropped_tokens",
-            "Tokens drafted ahead for a text that came otherwise, or had ended.",
+            "Tokens drafted ahead in vain: the text went on differently, or had ended.",
             by=drafts,
         )
         self.asks_dropped = self._counter(
-            "asks_dropped", "Asks a drafter did not draft for, and why.", "reason", by=drafts
+            "asks_dropped", "Asks of routers that a drafter did not draft for, and why.", "reason", by=drafts
         )
         for reason in ("capacity", "expired", "failed", "memory", "superseded"):
             self.asks_dropped.labels(reason)
 
     def _define_process(self) -> None:
         self.build_info = self._gauge(
-            "build_info", "Always 1; the labels tell the build.", "version", "service", by=SERVICES
+            "build_info", "Always 1; the labels tell version and service.", "version", "service", by=SERVICES
         )
         self.model_info = self._gauge(
             "model_info", "Always 1; the target model, as its verifier calls it.", "model", by=(ROUTER, VERIFIER)
@@ -415,7 +458,7 @@ class Metrics(Definitions):
         )
         self.certificate_expiry_timestamp_seconds = self._gauge(
             "certificate_expiry_timestamp_seconds",
-            "When a certificate in use ends, in Unix time (certificate: own, ca).",
+            "Unix time in seconds at which a certificate in use expires (certificate: own, ca).",
             "certificate",
             by=SERVICES,
         )
@@ -424,7 +467,7 @@ class Metrics(Definitions):
             ProcessCollector(namespace="moot", registry=self.registry)
 
     def add_vllm_names(self, model: str) -> None:
-        """From now on three gauges are exposed a second time, as vLLM names and labels them."""
+        """Expose three gauges a second time from now on, as vLLM names and labels them."""
         self.registry.register(
             VllmNames(
                 model,

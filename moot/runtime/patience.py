@@ -1,4 +1,4 @@
-"""A bound for many waits of one length that hardly ever last so long, with one timer for all of them."""
+"""A bound for waits of equal length, of which hardly any lasts so long, with one timer for all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from types import TracebackType
 
 
 class Patience:
-    """`with patience.wait():` raises TimeoutError in a body that waits longer than `timeout_s`, as asyncio.timeout.
+    """A bound for waits of equal length. `with patience.wait():` raises TimeoutError in a body that waits longer than
+    `timeout_s`, as asyncio.timeout.
 
     That makes and cancels a timer for each wait, which costs more than most waits of a round do. Here all waits are
     equally long, so that they are due in the order in which they began, and one timer looks at the oldest. Of one
@@ -23,7 +24,7 @@ class Patience:
         self._timer: asyncio.TimerHandle | None = None
 
     def wait(self) -> Wait:
-        """For one wait of the present task."""
+        """The context manager of one wait of the present task."""
         return Wait(self)
 
     def close(self) -> None:
@@ -32,7 +33,7 @@ class Patience:
             self._timer = None
 
     def _begin(self, wait: Wait) -> float:
-        """When it is due, in the loop's time."""
+        """Begin a wait; returns when it is due, in the loop's time."""
         due = self._loop.time() + self.timeout_s
         self._waits[wait] = None
         if self._timer is None:

@@ -1,8 +1,9 @@
-"""Services as child processes: started together, awaited by their ready files, replaced if asked for, ended as one.
+"""The supervisor of services that run as child processes.
 
-The children live in sessions of their own, so that Ctrl-C reaches this process only and they end in order; where the
-system can do it (Linux) they get SIGTERM when this process dies without having said so. A child that ends by itself
-is reported, and started again only where that was asked for.
+They start together, are awaited by their ready files, replaced if asked for, and end as one. The children live in
+sessions of their own, so that Ctrl-C reaches this process only and they end in order; where the system can do it
+(Linux) they get SIGTERM when this process dies without having said so. A child that ends by itself is reported, and
+started again only where that was asked for.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Child:
         return self.process.poll()
 
     def is_ready(self, now: float) -> bool:
-        """Whether it has been seen ready; looks, until it was. `now`: monotonic seconds."""
+        """Whether the child has been seen ready; looks, until it was. `now`: monotonic seconds."""
         if self.ready_at is None and (facts := self.look()) is not None:
             self.facts, self.ready_at = facts, now
         return self.ready_at is not None
@@ -173,7 +174,7 @@ class Supervisor:
         return self.spawn(name, argv, **options)
 
     def wait_ready(self, children: Iterable[Child], timeout_s: float) -> None:
-        """Until each has written its ready file. Raises ChildFailed, DeadlineExceeded."""
+        """Wait until each child has written its ready file. Raises ChildFailed, DeadlineExceeded."""
         waiting = list(children)
         started = time.monotonic()
         told = 0
@@ -193,7 +194,8 @@ class Supervisor:
             time.sleep(self.POLL_S)
 
     def check(self, now: float | None = None) -> None:
-        """Note who has got ready, report who has ended, start again who is to be replaced once its pause is over.
+        """Note children that have got ready, report those that have ended, start again those to be replaced once their
+        pause is over.
 
         `now`: monotonic seconds. Raises ChildFailed when one has ended that was essential and is not replaced.
         """
@@ -247,6 +249,6 @@ def _read_facts(ready_file: Path) -> dict[str, Any] | None:
 
 
 def _signal(child: Child, number: signal.Signals) -> None:
-    """By process id, and only while the process is ours to signal: not yet waited for."""
+    """Signal a child by process id, and only while the process is ours to signal: not yet waited for."""
     if child.status is None:
         child.process.send_signal(number)

@@ -1,13 +1,12 @@
-"""Distributed traces by OpenTelemetry, whose API records nothing unless the environment names a collector.
+"""Traces of a process: distributed ones by OpenTelemetry, and a record of what it computes and when, in a file.
 
-`OTEL_EXPORTER_OTLP_ENDPOINT` (or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`) switches them on, as in every program that uses
-OpenTelemetry; its other variables (sampler, headers, resource) work as well. What records and sends is the extra
-`tracing`. A span is one request's stay in a process; its context travels inside the messages of that request, since a
-stream carries many. No prompt, text, token or key is an attribute.
+Both are off unless the environment names where they go; the API of OpenTelemetry then records nothing, and the record
+costs one look at a variable. `OTEL_EXPORTER_OTLP_ENDPOINT` (or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`) names a collector,
+as in every program that uses OpenTelemetry; its other variables (sampler, headers, resource) work as well. What records
+and sends is the extra `tracing`. A span is one request's stay in a process; its context travels inside the messages of
+that request, since a stream carries many. No prompt, text, token or key is an attribute.
 
-An opt-in record of what a process computes and when: one JSON object a line, in the file MOOT_TRACE_FILE names.
-
-Off, and one look at a variable, unless the environment names a file. A line has `name`, `start_ns` and `end_ns` of
+MOOT_TRACE_FILE names the file of the record, one JSON object a line. A line has `name`, `start_ns` and `end_ns` of
 CLOCK_MONOTONIC, which all processes of a machine share, and the facts that the place gives. `{pid}` in the file's name
 stands for the process id.
 """
@@ -46,7 +45,8 @@ class _Span:
 
 
 def open_trace(path: str) -> TextIO | None:
-    """The file, written line by line so that it can be read while the process runs; None without a path."""
+    """The file of the record, written line by line so that it can be read while the process runs; None without a
+    path."""
     return open(path.replace("{pid}", str(os.getpid())), "a", buffering=1) if path else None
 
 
@@ -78,25 +78,26 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """For the messages of the request: its context as W3C Trace Context writes it, or nothing."""
+        """The context for the messages of the request, as W3C Trace Context writes it, or nothing."""
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier, trace.set_span_in_context(self._span, Context()))
         return carrier.get("traceparent", "")
 
     def note(self, **attributes: Value) -> None:
-        """Facts for whoever looks at it; names get the prefix `moot.`."""
+        """Add facts to the span; names get the prefix `moot.`."""
         if self._span.is_recording():
             self._span.set_attributes({f"moot.{name}": value for name, value in attributes.items()})
 
     def end(self, error: str = "") -> None:
-        """Once. `error`: the name of what ended it, if it failed."""
+        """End the span; called once. `error`: the name of what ended it, if it failed."""
         if error:
             self._span.set_status(trace.StatusCode.ERROR, error)
         self._span.end()
 
 
 class Tracing:
-    """Of one process. `begin` may be called from any thread; spans leave by a thread of their own.
+    """The distributed traces of one process. `begin` may be called from any thread; spans leave by a thread of their
+    own.
 
     `close`: sends what is left, for at most a few seconds.
     """
@@ -106,7 +107,7 @@ class Tracing:
         self.close = close
 
     def begin(self, name: str, parent: str = "", **attributes: Value) -> Span:
-        """A span that somebody has to end. `parent`: the context that came with the request."""
+        """A span that the caller has to end. `parent`: the context that came with the request."""
         context = _PROPAGATOR.extract({"traceparent": parent}, Context()) if parent else Context()
         span = Span(self._tracer.start_span(name, context))
         span.note(**attributes)
@@ -117,12 +118,13 @@ _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def checked_traceparent(header: str | None) -> str:
-    """What a caller sent, if it is one: nothing else goes into our messages."""
+    """The `traceparent` that a caller sent, if it is one: nothing else goes into our messages."""
     return header if header is not None and _TRACEPARENT.fullmatch(header) else ""
 
 
 def open_tracing(service: str, environ: Mapping[str, str] | None = None) -> Tracing:
-    """Whatever the environment says. Raises ConfigError where it names a collector and the packages are missing."""
+    """Tracing as the environment asks for it. Raises ConfigError where it names a collector and the packages are
+    missing."""
     environ = os.environ if environ is None else environ
     if not any(environ.get(name) for name in ENDPOINTS):
         return Tracing()

@@ -1,4 +1,4 @@
-"""A thread that does all of a process's computing, from loading the model to its last step.
+"""The compute thread: one thread that does all of a process's computing, from loading the model to its last step.
 
 One thread, because OpenMP keeps a team of threads for each thread that computes: with a second team there are more
 threads than cores, and then libgomp lets a waiting thread sleep at once instead of watching for the next piece of work.
@@ -31,7 +31,7 @@ class WorkerThread:
         return self._thread.is_alive()
 
     def submit(self, call: Callable[[], ResultT]) -> Future[ResultT]:
-        """The future gets the call's result or exception."""
+        """Submit a call; the future gets its result or exception."""
         future: Future[ResultT] = Future()
         self._calls.put((future, call))
         if self._thread.ident is None:

@@ -18,12 +18,12 @@ class Timeline:
         self._next_number = 0
 
     def after(self, seconds: float, action: Action) -> None:
-        """`seconds` >= 0."""
+        """Do an action after so many `seconds`, which are >= 0."""
         heappush(self._queue, (self.now + seconds, self._next_number, action))
         self._next_number += 1
 
     def run(self, until: float) -> None:
-        """Everything up to `until`, which is the time afterwards."""
+        """Do everything up to `until`, which is the time afterwards."""
         queue = self._queue
         while queue and queue[0][0] <= until:
             self.now, _, action = heappop(queue)
@@ -54,7 +54,7 @@ class Cores:
         self._plan()
 
     def _speeds(self) -> tuple[float, float]:
-        """Of jobs of one thread, and of those of several."""
+        """Speeds of jobs of one thread, and of jobs of several."""
         small = sum(1 for _, threads, _ in self._jobs if threads == 1)
         wanted = sum(min(threads, self._num_cores) for _, threads, _ in self._jobs)
         fair = min(1.0, self._num_cores / wanted) if wanted else 1.0
@@ -96,7 +96,7 @@ class Cores:
 class Server:
     """One thread of execution: jobs in the order in which they came. `cores`: what it shares with others, if it does.
 
-    `work` with `wait=False` is for what nobody waits for: it only keeps the server, or the cores, busy.
+    `work` with `wait=False` is for work that is not waited for: it only keeps the server, or the cores, busy.
     """
 
     def __init__(self, timeline: Timeline, cores: Cores | None = None) -> None:

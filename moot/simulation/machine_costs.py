@@ -1,4 +1,4 @@
-"""What a step and a draft cost: measured tables, and straight lines where nothing was measured. Seconds."""
+"""Costs of a step and of a draft, in seconds: measured tables, and straight lines where nothing was measured."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class StepCost:
 
     @classmethod
     def line(cls, base_s: float, row_s: float, free_rows: int = 0, prefill_token_s: float | None = None) -> StepCost:
-        """`base_s` up to `free_rows` rows, and `row_s` more for each further one."""
+        """A straight line: `base_s` up to `free_rows` rows, and `row_s` more for each further one."""
         rows = max(free_rows, 1)
         points = ((0.0, base_s), (float(rows), base_s), (rows + 1.0, base_s + row_s))
         return cls({1: points}, row_s if prefill_token_s is None else prefill_token_s)
 
     def stretched(self, factor: float) -> StepCost:
-        """Every step takes `factor` times as long."""
+        """These costs with every step `factor` times as long."""
         table = {count: [(rows, factor * cost) for rows, cost in points] for count, points in self.table.items()}
         return StepCost(table, factor * self.prefill_token_s, factor * self.context_token_s)
 
     def seconds(self, rows: int, requests: int, prefill_tokens: int = 0, context_tokens: int = 0) -> float:
-        """Of a step with `rows` verified rows of `requests` requests, whose prefixes are `context_tokens` together, and
-        a prefill chunk."""
+        """Seconds of a step with `rows` verified rows of `requests` requests, whose prefixes are `context_tokens` in
+        sum, and a prefill chunk."""
         counts = self._counts
         index = bisect_left(counts, requests)
         if index == 0 or len(counts) == 1:

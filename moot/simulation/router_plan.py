@@ -1,4 +1,4 @@
-"""What a simulated router costs, and what is counted of its requests."""
+"""The costs of a simulated router, and the counts of its requests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moot.core.speculation.collection import CollectionPolicy
 
 @dataclass(frozen=True, slots=True)
 class RouterPlan:
-    """`open_s`, `round_s`: CPU of a router for a request's opening and for a round, half of it before drafting and half
-    before verifying; `ask_s`: what a round that drafts costs more, half before asking and half after; `behind_s`: what
-    follows on asking (learning, counting, record, stream). `network_s`: one way between any two processes. The
-    deadlines count from the asking."""
+    """The costs of a simulated router. `open_s`, `round_s`: CPU of a router for a request's opening and for a round,
+    half of it before drafting and half before verifying; `ask_s`: what a round that drafts costs more, half before
+    asking and half after; `behind_s`: what follows on asking (learning, counting, record, stream). `network_s`: one way
+    between any two processes. The deadlines count from the asking."""
 
     open_s: float = 0.001
     round_s: float = 0.0002
@@ -31,8 +31,8 @@ class RouterPlan:
 
 @dataclass(slots=True)
 class Counts:
-    """Since the last reset. `lengths[k]`: rounds that asked for k tokens; `round_s`, `draft_s`: durations of rounds and
-    of their drafting, summed."""
+    """Counts since the last reset. `lengths[k]`: rounds that asked for k tokens; `round_s`, `draft_s`: durations of
+    rounds and of their drafting, summed."""
 
     lengths: dict[int, int]
     tokens: int = 0

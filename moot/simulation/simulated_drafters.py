@@ -1,4 +1,4 @@
-"""A pool of drafter replicas: each drafts for all that wait together, and ahead while nobody waits."""
+"""A simulated pool of drafters: each replica drafts for all waiting asks in one batch, and ahead while it is idle."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NOTHING = Proposal(())
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """One drafter: `replicas` of it. `ahead_tokens`: how far past its proposal an idle replica goes on. `overhead_s`:
-    CPU of one ask beside drafting. `family`: drafters that are alike for the vote (empty: its own).
+    """The plan of one drafter: `replicas` of it. `ahead_tokens`: how far past its proposal an idle replica goes on.
+    `overhead_s`: CPU of one ask beside drafting. `family`: drafters that are alike for the vote (empty: its own).
     `noise`: each batch takes up to so much more or less, as a part of its time."""
 
     drafter_id: str
@@ -32,7 +32,7 @@ class PoolPlan:
 
 @dataclass(eq=False, slots=True)
 class SimulatedDraftSession:
-    """What a replica holds of one request: the path drafted so far from `position`, and how long it may become."""
+    """A session of one request on a replica: the path drafted so far from `position`, and how long it may become."""
 
     text: SimulatedText
     replica: Replica
@@ -89,7 +89,7 @@ class Replica:
         self._waiting.pop(id(session), None)
 
     def die(self) -> list[SimulatedDraftSession]:
-        """Whatever it held is lost."""
+        """Lose the replica and whatever it held."""
         self.is_alive = False
         lost = list(self.sessions.values())
         self.sessions.clear()
@@ -136,7 +136,7 @@ class Replica:
 
     def _credit(self) -> float:
         """Give the paths what the replica has drafted ahead since it fell idle; returns how long its present step still
-        takes. Worked out when somebody looks, so that idle drafters cost no events."""
+        takes. Worked out on demand, so that idle drafters cost no events."""
         timeline, ahead = self._timeline, self._plan.ahead_tokens
         if self._is_busy or not ahead:
             return 0.0

@@ -1,4 +1,4 @@
-"""One request: the rounds of the real router, in simulated time and with the project's own policy."""
+"""A simulated request: the rounds of the real router, in simulated time and with the project's own policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTEXT_LIMIT = 1 << 20
 
 
 class Request:
-    """From its opening to its end; then `ended` is called."""
+    """One request from its opening to its end; then `ended` is called."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class Request:
         self._router.work(self._plan.open_s, lambda: self._send(self._open))
 
     def move(self, verifier: Verifier) -> None:
-        """Its verifier is lost: it is opened again elsewhere, with all that is committed."""
+        """Move to another verifier, as this one is lost: open again there, with all that is committed."""
         self._counts.moves += 1
         self._verifier, self._session, self._box = verifier, None, None
         self._timeline.after(self._plan.detect_s, self._open)
 
     def uses(self, number: int, sessions: set[SimulatedDraftSession]) -> bool:
-        """Whether its session at pool `number` is one of these."""
+        """Whether the request's session at pool `number` is one of these."""
         return self._drafting[number] in sessions
 
     def lose_drafter(self, number: int) -> None:
@@ -157,12 +157,12 @@ class Request:
             self._timeline.after(self._plan.tries.hard_deadline_s, box.close)
 
     def _chosen(self) -> list[tuple[int, SimulatedDraftSession]]:
-        """The sessions that a round asks, each with the number of its pool."""
+        """The sessions of drafters that a round asks, each with the number of its pool."""
         found = {self._pools[i].plan.drafter_id: (i, one) for i, one in enumerate(self._drafting) if one is not None}
         return [found[drafter_id] for drafter_id in self._policy.choose(list(found))]
 
     def _work(self, seconds: float, action: Callable[[], None]) -> None:
-        """CPU of the router; nothing waits in its queue for none."""
+        """Use CPU of the router; without a cost nothing waits in its queue."""
         if seconds:
             self._router.work(seconds, action)
         else:
@@ -231,7 +231,7 @@ class _Box:
         self.result: VoteResult | None = None
 
     def answered(self, number: int, proposal: Proposal | None) -> None:
-        """At the drafter; the router has it a network delay later."""
+        """A drafter has answered; the router has the answer a network delay later."""
         self._request.deliver(partial(self._arrive, number, proposal))
 
     def _arrive(self, number: int, proposal: Proposal | None) -> None:
@@ -261,4 +261,4 @@ class _Box:
 
 
 def _nothing() -> None:
-    """Nobody waits."""
+    """Do nothing: nothing waits for the action."""

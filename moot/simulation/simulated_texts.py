@@ -1,4 +1,4 @@
-"""What requests are about: their own text, and what each drafter proposes at each place of it.
+"""Simulated texts: the text of each request, and what each drafter proposes at each place of it.
 
 `RandomTexts` draws: a drafter's token at depth j is right with a chance that is given per depth, and drafters may be
 wrong together. A recorded text with real drafters is another `Texts` (lab.bench.simulate has one).
@@ -18,7 +18,7 @@ _CONFIDENCE = 128
 
 
 class SimulatedText(Protocol):
-    """One request. Positions count output tokens from 0."""
+    """The text of one request. Positions count output tokens from 0."""
 
     prompt_token_ids: tuple[int, ...]
     num_output: int
@@ -26,7 +26,7 @@ class SimulatedText(Protocol):
     """Of the prompt, in the verifier's prefix cache."""
 
     def token(self, position: int) -> int:
-        """What the target says there."""
+        """The target's token at a position."""
         ...
 
     def propose(self, drafter: int, position: int, length: int, head: Proposal) -> Proposal:
@@ -50,8 +50,9 @@ class LoadClass:
 
 
 class RandomTexts:
-    """`chances[d][j]`: P(drafter d right at depth j | right before); the last holds from there on. `correlation`: the
-    part of positions at which all drafters share one draw, so that they are right or wrong together."""
+    """Random texts. `chances[d][j]`: P(drafter d right at depth j | right before); the last holds from there on.
+    `correlation`: the part of positions at which all drafters share one draw, so that they are right or wrong
+    together."""
 
     def __init__(
         self, classes: Sequence[LoadClass], chances: Sequence[Sequence[float]], correlation: float, seed: int

@@ -1,4 +1,4 @@
-"""A verifier: the project's own scheduler, a table of step times, and how its batches are put together."""
+"""A simulated verifier: the project's own scheduler, a table of step times, and how its batches are put together."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ of them, the halves taking turns while the other half drafts."""
 
 @dataclass(frozen=True, slots=True)
 class VerifierPlan:
-    """`batching_delay_share`: part of a step's time that gathering may take. `threads`: compute threads, where cores
-    are shared. `noise`: each step takes up to so much more or less, as a part of its time."""
+    """The plan of a simulated verifier. `batching_delay_share`: part of a step's time that the batching delay may take.
+    `threads`: compute threads, where cores are shared. `noise`: each step takes up to so much more or less, as a part
+    of its time."""
 
     cost: StepCost
     batching: str = option(
         "ready",
-        help="what a step takes: what is ready (a verifier on a GPU), that after a moment's wait for those who usually "
-        "come so soon (on a CPU), all requests, or two halves in turns",
+        help="what a step takes: what is ready (a verifier on a GPU), that after a moment's wait for requests that "
+        "usually come so soon (on a CPU), all requests, or two halves in turns",
         choices=BATCHINGS,
     )
     batching_delay_share: float = CPU_SHARE
@@ -43,7 +44,7 @@ class VerifierPlan:
 
 @dataclass(eq=False, slots=True)
 class SimulatedVerifySession:
-    """What the scheduler sees of a request. `length`: prompt and output; `cached`: of these, tokens with KV."""
+    """A session as the scheduler sees it. `length`: prompt and output; `cached`: of these, tokens with KV."""
 
     arrival: int
     text: SimulatedText
@@ -139,7 +140,7 @@ class Verifier:
         return round(self._timeline.now * 1e9)
 
     def die(self) -> list[SimulatedVerifySession]:
-        """Whatever it held is lost."""
+        """Lose the verifier and whatever it held."""
         self.is_alive = False
         lost = [session for members in self._members for session in members.values()]
         self._members = [{} for _ in self._members]
@@ -172,7 +173,7 @@ class Verifier:
             return False
         if self._plan.batching in ("gathered", "ready"):
             return True
-        # Prefill goes on meanwhile: nobody waits for whom nobody can verify yet.
+        # Prefill goes on meanwhile: the step does not wait for sessions that cannot be verified yet.
         return all(session.has_work for session in members) or any(
             session.has_work and session.num_missing > 1 for session in members
         )

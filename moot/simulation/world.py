@@ -1,4 +1,4 @@
-"""A whole installation: what it consists of, what happens to it, and what it delivers."""
+"""A simulated installation: what it consists of, what happens to it, and what it delivers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from moot.simulation.simulated_verifiers import Verifier, VerifierPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course(Options):
-    """What happens when, in simulated seconds from the start. What is lost is lost for good."""
+    """The course of a simulation: what happens when, in simulated seconds from the start. What is lost is lost for
+    good."""
 
     warm_up_s: float = option(5.0, help="simulated seconds before counting", minimum=0)
     measure_s: float = option(10.0, help="simulated seconds counted", above=0)
@@ -51,9 +52,9 @@ class Scenario(Course):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedOutcome:
-    """`tokens_per_s` of the installation; utilisations are parts of the time, drafters' without drafting ahead;
-    `draft_ms`: from asking to the vote, mean of the rounds that drafted; `over_time`: (seconds, tokens/s) of each
-    slice, warm-up included."""
+    """The outcome of a simulation. `tokens_per_s` of the installation; utilisations are parts of the time, drafters'
+    without drafting ahead; `draft_ms`: from asking to the vote, mean of the rounds that drafted; `over_time`: (seconds,
+    tokens/s) of each slice, warm-up included."""
 
     tokens_per_s: float
     tokens_per_round: float
@@ -79,7 +80,7 @@ class SimulatedOutcome:
 
 
 def make_pool_policy(scenario: Scenario) -> PoolPolicy:
-    """What a router of this scenario starts with."""
+    """The policy that a router of this scenario starts with."""
     return make_policy(
         scenario.speculation,
         families={plan.drafter_id: plan.family or plan.drafter_id for plan in scenario.pools},
@@ -87,7 +88,8 @@ def make_pool_policy(scenario: Scenario) -> PoolPolicy:
 
 
 class World:
-    """`run` once. `policies`: one per router, which go on from what they have learned; none: new ones."""
+    """A simulated installation; `run` it once. `policies`: one per router, which go on from what they have learned;
+    none: new ones."""
 
     def __init__(self, scenario: Scenario, texts: Texts, policies: Sequence[PoolPolicy] = ()) -> None:
         self.scenario = scenario

@@ -11,7 +11,8 @@ from moot.rpc.link import LinkConfig
 
 
 class InProcessServer:
-    """`add`: registers the servicers, called anew at every start. An async context manager."""
+    """A gRPC server on loopback. `add`: registers the servicers, called anew at every start. An async context
+    manager."""
 
     def __init__(self, add: Callable[[grpc.aio.Server], None], link: LinkConfig | None = None) -> None:
         self._add = add
@@ -35,7 +36,7 @@ class InProcessServer:
         self._server = server
 
     async def kill(self) -> None:
-        """As a process that dies: every stream breaks at once."""
+        """Die as a process does: every stream breaks at once."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(None)

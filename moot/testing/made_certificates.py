@@ -44,7 +44,7 @@ class PodFiles:
         return tuple(part for name, path in zip(names, self.paths, strict=True) for part in (name, str(path)))
 
     def write(self, leaf: Leaf, *authorities: Authority) -> PodFiles:
-        """Each file is replaced as a whole, one after the other: between them they do not fit together."""
+        """Write the files, each replaced as a whole, one after the other: in between they do not fit together."""
         self.folder.mkdir(parents=True, exist_ok=True)
         contents = (leaf.cert, leaf.key, b"".join(authority.pem for authority in authorities))
         for path, content in zip(self.paths, contents, strict=True):
@@ -124,7 +124,8 @@ class Authority:
 
 
 def shown_serial_number(address: str, server: Identity, caller: PodFiles) -> int:
-    """Of the certificate that the server at host:port shows to a caller with these files. Raises OSError."""
+    """Serial number of the certificate that the server at host:port shows to a caller with these files. Raises
+    OSError."""
     cert, key, ca = caller.paths
     context = ssl.create_default_context(cafile=str(ca))
     context.load_cert_chain(cert, key)

@@ -1,4 +1,5 @@
-"""A TCP proxy on loopback for fault tests: latency, cuts, resets and partitions between two ends that know nothing."""
+"""A TCP proxy on loopback for fault tests: latency, cuts, resets and partitions between two ends that do not know of
+it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import struct
 class TcpProxy:
     """Listens on a free port and forwards to `host:port`. `latency_s` delays every piece in each direction.
 
-    While partitioned, nothing passes in the named directions and nobody is told: what a broken network looks like.
+    While partitioned, nothing passes in the named directions and neither end is told: what a broken network looks like.
     """
 
     def __init__(self, host: str, port: int) -> None:

@@ -1,4 +1,4 @@
-"""A drafter without a model that speaks the real wire: it knows the true text and spoils it as it is told."""
+"""A drafter without a model that speaks the real wire: it knows the true text and spoils it as the test tells it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moot.v1 import drafter_service_pb2_grpc, token_pb2
 
 
 class Manner(Enum):
-    """How one question is answered."""
+    """The manner in which one question is answered."""
 
     TRUE = "true"
     """The true continuation, spoilt at a drawn place with the drafter's own chance."""
@@ -47,7 +47,8 @@ _Stream = ScriptedPeerStream[ScriptedSession, pb.DraftAnswer]
 
 
 class ScriptedDrafter(ScriptedPeer[ScriptedSession, pb.DraftCommand, pb.DraftAnswer]):
-    """`manner` is called once per question; `spoil` is the chance that a TRUE answer is spoilt at a drawn place.
+    """A drafter that answers from the true text. `manner` is called once per question; `spoil` is the chance that a
+    TRUE answer is spoilt at a drawn place.
 
     Public attributes may be changed while it runs.
     """

@@ -1,4 +1,4 @@
-"""A drafter kind without a model whose costs and hits are scripted: the real drafter around it can be measured."""
+"""A drafter kind without a model with scripted costs and hits, so that the real drafter around it can be measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class ScriptedKindSession:
 
 
 class ScriptedKind(Drafter[ScriptedKindSession]):
-    """Knows `text`, and at each position says its token with the chance `acceptance`, else another one.
+    """A drafter kind that knows `text`, and at each position says its token with the chance `acceptance`, else another
+    one.
 
     Whether a position is right is a function of `seed` and the position. As with a model, one step of `token_s` seconds
     makes one more token for every ask of a call, what was drafted and then committed is not drafted again, and what

@@ -1,4 +1,4 @@
-"""What scripted peers know of a request, and how a scripted verifier advances one."""
+"""Sessions of scripted peers: what a peer knows of a request, and how a scripted verifier advances one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from moot.testing.scripted_text import ScriptedText
 
 @dataclass(slots=True)
 class ScriptedSession:
-    """`prefix`: prompt and output, of which the first `num_prompt` ids are the prompt."""
+    """A request as a scripted peer knows it. `prefix`: prompt and output, of which the first `num_prompt` ids are the
+    prompt."""
 
     prefix: list[int]
     num_prompt: int
@@ -58,5 +59,6 @@ class VerifiedSession(ScriptedSession):
 
 
 def scripted_logprobs(position: int, token: int) -> TokenLogprobs:
-    """What the scripted verifier reports for `token` at `position` of prompt + output: exact in float32."""
+    """The log-probabilities that the scripted verifier reports for `token` at `position` of prompt + output: exact in
+    float32."""
     return TokenLogprobs(-(token + 1) / 256, 1 + position % 7, ((token, -(token + 1) / 256),))

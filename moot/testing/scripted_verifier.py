@@ -22,7 +22,7 @@ from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc
 
 AttachedRule = Callable[[VerifiedSession, int, int], Sequence[tuple[int, ...]]]
-"""Of a drafter inside: session, tokens and width wished, to the chains that it proposes."""
+"""An attached drafter as a function: from session, tokens and width wished to the chains that it proposes."""
 
 _Stream = ScriptedPeerStream[VerifiedSession, pb.VerifyAnswer]
 
@@ -33,7 +33,7 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
     `step_s` and `step_per_token_s`: what a step costs, in seconds. `lose_on`: request ids whose next step takes the
     whole verifier down; `poison`, `refuse_capacity`: request ids that fail by themselves at their next command;
     `forget`: those whose session is gone at their next verify. `double_answers`: every answer is sent twice;
-    `stale_answers`: before every answer one of another round and one of another session. `attached`: drafters inside,
+    `stale_answers`: before every answer one of another round and one of another session. `attached`: attached drafters,
     by id; Describe tells them.
     """
 
@@ -73,7 +73,7 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         self.answer_heartbeats = True
         self.attached: dict[str, AttachedRule] = {}
         self.wishes: list[int] = []
-        """Tokens wished of drafters inside, command by command."""
+        """Tokens wished of attached drafters, command by command."""
         self.cache_salts: set[str] = set()
         self.largest_batch = 0
         self.largest_queue = 0
@@ -89,7 +89,7 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         self._losing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Also after `kill`: again on the same port, with nothing in memory."""
+        """Start serving; also after `kill`: again on the same port, with nothing in memory."""
         await super().start()
         self._engine = asyncio.create_task(self._run())
 
@@ -104,7 +104,7 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         await super().kill()
 
     def freeze(self) -> None:
-        """The compute thread stands still; the event loop goes on answering heartbeats."""
+        """Let the compute thread stand still; the event loop goes on answering heartbeats."""
         self._running.clear()
 
     def thaw(self) -> None:
@@ -116,7 +116,7 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
             stream.answers.put(pb.VerifyAnswer(drain=pb.Drain(grace_ms=1000)))
 
     def break_streams(self) -> None:
-        """Every stream ends from this side; the process lives on."""
+        """End every stream from this side; the process lives on."""
         for stream in self._streams:
             stream.answers.close()
 
@@ -126,7 +126,7 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
             await self._losing
 
     def take(self, stream: _Stream, command: pb.VerifyCommand) -> None:
-        """One command off the wire."""
+        """Take one command off the wire."""
         kind = command.WhichOneof("command")
         if kind == "heartbeat":
             if self.answer_heartbeats:

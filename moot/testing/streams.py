@@ -1,4 +1,4 @@
-"""What the scripted peers share: streams of frames with sessions, served until either end leaves."""
+"""The base of scripted peers: streams of frames with sessions, served until either end leaves."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ScriptedPeer(Generic[SessionT, CommandT, AnswerT]):
         await self.kill()
 
     def take(self, stream: ScriptedPeerStream[SessionT, AnswerT], command: CommandT) -> None:
-        """One command off the wire."""
+        """Take one command off the wire."""
         raise NotImplementedError
 
     def enter(self, stream: ScriptedPeerStream[SessionT, AnswerT]) -> None:
@@ -78,7 +78,7 @@ class ScriptedPeer(Generic[SessionT, CommandT, AnswerT]):
     async def serve(
         self, request_iterator: AsyncIterator[Any], response: Callable[[Sequence[AnswerT]], ResponseT]
     ) -> AsyncIterator[ResponseT]:
-        """One stream from its beginning to its end; `response` makes a frame of answers."""
+        """Serve one stream from its beginning to its end; `response` makes a frame of answers."""
         stream: ScriptedPeerStream[SessionT, AnswerT] = ScriptedPeerStream()
         self.enter(stream)
 

@@ -1,4 +1,4 @@
-"""Everything a drafter can be told: what is its own, and the options of its parts."""
+"""The configuration of a drafter: its own options, and those of its parts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class DrafterConfig(Options):
     kind: str = option(
         help="drafter kind: prompt_lookup, suffix, ngram, recycling, neural, superposed or an installed one"
     )
-    drafter_id: str = option("", help="name written into proposals (empty: the kind's)")
+    drafter_id: str = option("", help="name of the drafter in its proposals (empty: the kind's)")
     model: str | None = option(
         None,
-        help="draft model (neural, superposed), or whose tokenizer it is (other kinds): a local folder or a hub id",
+        help="draft model (neural, superposed), or model whose tokenizer is used (other kinds): folder or hub id",
     )
     tokenizer: str | None = option(None, help="folder or hub id of the tokenizer: its vocabulary and fingerprint")
     kind_option: tuple[str, ...] = option(
@@ -32,12 +32,14 @@ class DrafterConfig(Options):
     )
     service: PeerOptions = part(PeerOptions, port=7200, metrics_port=7201, drain_grace_s=10.0)
 
-    max_num_seqs: int = option(256, help="sessions at a time; one more closes the least recently used one", minimum=1)
-    max_batch: int = option(32, help="asks drafted for together", minimum=1)
-    max_speculative_tokens: int = option(
-        MOST_SPECULATIVE_TOKENS, help="tokens drafted for one ask at most, whatever it asks for", minimum=1
+    max_num_seqs: int = option(
+        256, help="most sessions at a time; one more closes the least recently used one", minimum=1
     )
-    max_width: int = option(8, help="proposals for one ask at most, whatever it asks for", minimum=1)
+    max_batch: int = option(32, help="most asks drafted for in one batch", minimum=1)
+    max_speculative_tokens: int = option(
+        MOST_SPECULATIVE_TOKENS, help="most tokens drafted for one ask, whatever it asks for", minimum=1
+    )
+    max_width: int = option(8, help="most proposals for one ask, whatever it asks for", minimum=1)
     draft_ahead: str = option(
         "auto",
         help="draft the next proposal while the last one is verified; auto: on where the drafter computes on a device, "
@@ -53,5 +55,5 @@ class DrafterConfig(Options):
 
     @property
     def kind_options(self) -> dict[str, str]:
-        """What `--option` gave, by name."""
+        """The options that `--option` gave, by name."""
         return {name.strip(): value.strip() for name, _, value in (pair.partition("=") for pair in self.kind_option)}

@@ -1,4 +1,4 @@
-"""What a stream says to the engine and what comes back. Plain data."""
+"""The commands of a stream to the drafter's engine, and the engine's answers. Plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class OpenSession:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """`base_length`: the prefix's length after appending `committed_token_ids`. `deadline_ms` 0: none."""
+    """Ask for proposals. `base_length`: the prefix's length after appending `committed_token_ids`. `deadline_ms` 0:
+    none."""
 
     session_id: int
     round_index: int
@@ -36,7 +37,7 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Finished or aborted: to a drafter it is the same."""
+    """Close a session, finished or aborted: to a drafter it is the same."""
 
     session_id: int
 
@@ -55,7 +56,7 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """`path`: everything ready after `base_length`, told before anybody asks for it."""
+    """What is drafted ahead, told before it is asked for. `path`: everything ready after `base_length`."""
 
     session_id: int
     round_index: int
@@ -75,6 +76,6 @@ Answer = Proposed | Ahead | Unknown
 
 
 class Stream(Protocol):
-    """Where answers go. Called from the engine's thread; must not block."""
+    """The stream that answers go to. Called from the engine's thread; must not block."""
 
     def deliver(self, answers: Sequence[Answer]) -> None: ...

@@ -26,7 +26,7 @@ HOUSEKEEPING_S = 1.0
 
 
 class DrafterEngine:
-    """Owns the drafter from `start` on."""
+    """The engine of a drafter, which it owns from `start` on."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class DrafterEngine:
             self._condition.notify()
 
     def end(self, stream: Stream) -> None:
-        """The stream is over: free all its sessions. Never refused."""
+        """End a stream: free all its sessions. Never refused."""
         with self._condition:
             self._inbox.append((stream, None))
             self._condition.notify()

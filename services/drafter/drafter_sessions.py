@@ -1,6 +1,6 @@
 """The sessions of one drafter: bounded in number, each owned by a stream, closed when idle for too long.
 
-What a drafter has ready after a session's prefix, and which of it was drafted ahead. Pure.
+`Path` is what a drafter has ready after a session's prefix, and which of it was drafted ahead. Pure.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Settled:
 
 @dataclass(slots=True)
 class Path:
-    """`chain`: what was drafted after the prefix and no commit has contradicted.
+    """The path of a session. `chain`: what was drafted after the prefix and no commit has contradicted.
 
     Its first `num_claimed` tokens were drafted for an ask; the others ahead of one, and wait to be used or dropped.
-    `goal`: the length to reach while nobody asks.
+    `goal`: the length to reach while no ask comes.
     """
 
     chain: Proposal = NOTHING
@@ -44,14 +44,15 @@ class Path:
         return len(self) < self.goal
 
     def claim(self, num_tokens: int) -> Settled:
-        """An ask for so many tokens has come: those that are ready are its own from now on."""
+        """Claim so many tokens for an ask that has come: those that are ready are its own from now on."""
         claimed = max(min(num_tokens, len(self)), self.num_claimed)
         settled = Settled(num_used=claimed - self.num_claimed)
         self.num_claimed = claimed
         return settled
 
     def follow(self, token_ids: Sequence[int]) -> Settled:
-        """Ids were committed, whoever drafted them: go on with what lies behind them, if they lie on the path."""
+        """Ids were committed, on whichever drafter's proposal: go on with what lies behind them, if they lie on the
+        path."""
         same = 0
         for mine, committed in zip(self.chain.token_ids, token_ids, strict=False):
             if mine != committed:
@@ -92,8 +93,8 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class PendingAsk:
-    """`expires_at`: monotonic seconds after which the answer is of no use, or None. `started_ns`: monotonic, when
-    drafting for it began; 0: not yet."""
+    """An ask that waits. `expires_at`: monotonic seconds after which the answer is of no use, or None. `started_ns`:
+    monotonic, when drafting for it began; 0: not yet."""
 
     command: Propose
     expires_at: float | None
@@ -102,7 +103,8 @@ class PendingAsk:
 
 @dataclass(slots=True, eq=False)
 class DrafterSession:
-    """`held`: the drafter's own session. `is_warm`: the drafter has prepared what it can before the first ask.
+    """A session of the drafter. `held`: the drafter kind's own session. `is_warm`: the drafter has prepared what it can
+    before the first ask.
 
     `asked`: the last question, answered or not. `is_followed`: the text went on along the path up to that question.
     """
@@ -121,7 +123,7 @@ class DrafterSession:
 
 
 class SessionTable:
-    """Least recently used first. Not thread-safe: the engine's thread only.
+    """The sessions by key, least recently used first. Not thread-safe: the engine's thread only.
 
     `waiting`: the sessions with an ask that must be drafted for, by identity, the longest waiting first. `settle` is
     told what a session that ends leaves behind.
@@ -144,7 +146,8 @@ class SessionTable:
         return self._sessions.get((id(stream), session_id))
 
     def open(self, stream: Stream, command: OpenSession, now: float) -> bool:
-        """The key must be free. False: every session waits for an answer and no more may be opened."""
+        """Open a session under a key that is free. False: every session waits for an answer and no more may be
+        opened."""
         if len(self._sessions) >= self._max_sessions:
             idle = next((session for session in self if session.ask is None), None)
             if idle is None:
@@ -157,7 +160,7 @@ class SessionTable:
         return True
 
     def touch(self, session: DrafterSession, now: float) -> None:
-        """Most recently used from here on."""
+        """Note a use: the session is the most recently used one now."""
         session.used_at = now
         key = (id(session.stream), session.session_id)
         self._sessions[key] = self._sessions.pop(key)

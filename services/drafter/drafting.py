@@ -1,17 +1,15 @@
-"""What the drafting thread does next: what is asked for, then new sessions, then proposals nobody has asked for yet.
+"""The work of the drafting thread: asks first, then new sessions, then proposals drafted ahead of their ask.
 
 Kinds that draft token by token are driven one step at a time, so that whatever comes in waits for one step at most: an
 ask joins the batch at its next step, and drafting ahead ends between two tokens. Ahead means: one whole next proposal
-and the target's own token before it, which is what can be used when the present one is accepted whole.
+and the target's own token before it, which is what can be used when the present one is accepted whole. Answers are
+collected in an `AnswerQueue` while a piece of work is done, and delivered to their streams in one go.
 
-Answers on their way to their streams: gathered while a piece of work is done, delivered together.
-
-The fault point `drafter.propose`: a drafter that is slow, frozen, lying or talking garbage. For fault tests.
-
+The fault point `drafter.propose` makes a drafter slow, frozen, lying or talking garbage, for fault tests.
 `delay:SECONDS` and `freeze` stand still before drafting; `lie` answers random ids; `garbage[:form]` answers what no
-drafter may: form `range` (ids outside the vocabulary), `long` (more than asked for), `empty` (a proposal without
-ids), `confidences` (too few of them); without a form, one after the other. `memory:SESSIONS` has no memory to draft for
-more than so many at once. After `@` a request id limits it to that.
+drafter may: form `range` (ids outside the vocabulary), `long` (more than asked for), `empty` (a proposal without ids),
+`confidences` (too few of them); without a form, one after the other. `memory:SESSIONS` has no memory to draft for more
+than so many at once. After `@` a request id limits it to that.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ def delay_s(request_ids: Sequence[str]) -> float:
 
 
 def shortage(num_sessions: int) -> None:
-    """Raises MemoryError where there is to be none for so many."""
+    """Raises MemoryError where the fault leaves no memory for so many asks."""
     found = fault(POINT)
     if found is not None and found.action == "memory" and num_sessions > int(found.argument):
         raise MemoryError(f"fault point {POINT}")
@@ -70,7 +68,7 @@ def corrupted(chains: list[Proposal], ask: Propose, request_id: str, vocab_size:
 
 
 class AnswerQueue:
-    """Not thread-safe: the engine's thread only."""
+    """Answers on their way to their streams. Not thread-safe: the engine's thread only."""
 
     def __init__(self) -> None:
         self._answers: dict[int, list[Answer]] = {}
@@ -99,8 +97,8 @@ def is_ahead_on(mode: str, device: str) -> bool:
     """Whether to draft ahead. `mode`: auto, on or off; `device`: the drafter's.
 
     auto: on for a device, which no CPU verifier can want, and where this process is pinned to fewer cores than the
-    machine has: somebody has given it cores. Else drafter and verifier may share cores, and the verifier, which holds
-    everybody up, would pay.
+    machine has: it was given cores of its own. Else drafter and verifier may share cores, and the verifier, for which
+    all requests wait, would pay.
     """
     if mode != "auto":
         return mode == "on"
@@ -110,7 +108,7 @@ def is_ahead_on(mode: str, device: str) -> bool:
 
 
 class Drafting:
-    """Not thread-safe: the engine's thread only."""
+    """The work of the drafting thread. Not thread-safe: the engine's thread only."""
 
     def __init__(
         self,
@@ -139,7 +137,8 @@ class Drafting:
         self._metrics.draft_ahead_dropped_tokens.inc(settled.num_dropped)
 
     def begin(self, session: DrafterSession) -> None:
-        """Its ask has just come: answer it if what it wants is there, else let it wait for its batch."""
+        """Begin a session's ask that has just come: answer it if what it wants is there, else let it wait for its
+        batch."""
         ask = self._bounded(session)
         wanted = ask.num_speculative_tokens
         if ask.width == 1:
@@ -153,7 +152,7 @@ class Drafting:
         self.table.waiting[id(session)] = session
 
     def go_on(self, session: DrafterSession) -> None:
-        """Its ask has been answered out of what it was told ahead: draft ahead of that."""
+        """Go on with a session whose ask was answered out of what the router was told ahead: draft ahead of that."""
         assert session.asked is not None
         session.ask = None
         self.table.waiting.pop(id(session), None)
@@ -191,7 +190,7 @@ class Drafting:
             self.table.close(stream, session_id)
 
     def _next_asked(self) -> list[DrafterSession]:
-        """Who has waited longest, as many as a batch holds; asks whose time is over are dropped."""
+        """Sessions whose asks have waited longest, as many as a batch holds; asks whose time is over are dropped."""
         now = self._clock()
         batch: list[DrafterSession] = []
         for session in list(self.table.waiting.values()):
@@ -238,7 +237,7 @@ class Drafting:
                 self._answer(session, [])
 
     def _advance(self, asked: Sequence[DrafterSession], ahead: Sequence[DrafterSession]) -> None:
-        """One more token for each."""
+        """Draft one more token for each session."""
         goals = [self._bounded(session).num_speculative_tokens for session in asked]
         asks = [Ask(session.held, min(len(session.path) + 1, goal)) for session, goal in zip(asked, goals, strict=True)]
         asks += [Ask(session.held, len(session.path) + 1, is_ahead=True) for session in ahead]
@@ -262,7 +261,8 @@ class Drafting:
         return Ask(session.held, num_tokens, min(command.width, self._config.max_width))
 
     def _propose(self, sessions: Sequence[DrafterSession], asks: Sequence[Ask[Any]]) -> list[list[Proposal]]:
-        """Empty for all where the kind fails: its defect ends the sessions it met, not the service."""
+        """Proposals for asks; empty for all where the kind fails: its defect ends the sessions it met, not the
+        service."""
         num_ahead = sum(ask.is_ahead for ask in asks)
         with tracing.span("draft", num_asked=len(asks) - num_ahead, num_ahead=num_ahead):
             try:
@@ -279,7 +279,8 @@ class Drafting:
         self._answer(session, [head] if head.token_ids else [])
 
     def _tell_ahead(self, session: DrafterSession) -> None:
-        """Spare the next question its way here and back, where the text has gone along the path so far."""
+        """Tell the router what is drafted ahead, where the text has gone along the path so far: its next question need
+        not come here."""
         asked = session.asked
         if asked is None or not (asked.takes_ahead and session.is_followed and asked.width == 1):
             return

@@ -57,7 +57,7 @@ def make_drafter_kind(config: DrafterConfig) -> tuple[Drafter[Any], ModelInfo]:
 async def serve(
     config: DrafterConfig, make: Callable[[DrafterConfig], tuple[Drafter[Any], ModelInfo]] = make_drafter_kind
 ) -> None:
-    """Run until SIGTERM. `make` is called on the thread that drafts."""
+    """Serve until SIGTERM. `make` is called on the thread that drafts."""
     metrics = Metrics("drafter")
     tls = open_tls(config.tls, "drafter", metrics)
     worker = WorkerThread("drafter")

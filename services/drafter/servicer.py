@@ -1,6 +1,6 @@
-"""The gRPC face of a drafter: streams in, engine, streams out.
+"""The gRPC servicer of a drafter: streams in, engine, streams out.
 
-Messages to commands and answers to messages: the drafter's own half of the wire.
+It turns messages into commands and answers into messages: the drafter's own half of the wire.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.drafter.drafter_engine import DrafterEngine
 
 
 def command_from_pb(message: pb.DraftCommand) -> Command | None:
-    """None for a command that this version does not know. Raises ValueError when malformed."""
+    """The command in a message, None for one that this version does not know. Raises ValueError when malformed."""
     match message.WhichOneof("command"):
         case "open":
             opening = message.open
@@ -141,7 +141,7 @@ class DrafterServicer(pb_grpc.DrafterServiceServicer):
             self._leave(stream)
 
     async def drain(self, grace_s: float) -> None:
-        """Tell all peers to go elsewhere, also those that still come, and wait until they have gone."""
+        """Tell all peers to go elsewhere, later ones included, and wait until all have gone."""
         self._drain_message = drain_to_pb(grace_s)
         for stream in self._streams:
             stream.put([self._drain_message])

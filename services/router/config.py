@@ -1,4 +1,4 @@
-"""Everything a router can be told: what is its own, and the options of its parts."""
+"""The configuration of a router: its own options, and those of its parts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RouterConfig(Options):
     grpc_port: int = option(8001, help="port of RouterService; 0 chooses a free one", minimum=0)
     service: ServiceOptions = part(ServiceOptions, metrics_port=8002)
     workers: int = option(
-        1, help="processes that share the ports, one core's worth each; limits below are of one of them", minimum=1
+        1, help="router processes that share the ports, one core each; every limit is of one process", minimum=1
     )
     reuse_port: bool = option(False, help="let other processes listen on the same HTTP and gRPC port")
 
@@ -46,16 +46,16 @@ class RouterConfig(Options):
     )
     request_drafters: tuple[str, ...] = option(
         REQUEST_KINDS,
-        help="those of prediction and sibling that vote where a request brings what they need: kind[:option=value]...",
+        help="prediction, sibling: drafters that vote where a request brings what they need: kind[:option=value]...",
     )
     discovery_interval_s: float = option(5.0, help="seconds between look-ups of DNS names", above=0)
     discovery_timeout_s: float = option(
-        3.0, help="seconds that one look-up may take; after it the last list stays", above=0
+        3.0, help="seconds that one look-up may take; past them the last list stays", above=0
     )
 
     speculation: SpeculationOptions = part(SpeculationOptions)
     drafter_priors: tuple[str, ...] = option(
-        (), help="id=number for drafters whose vote is to weigh more or less than 1 until they have earned their own"
+        (), help="id=number: weight with which a drafter starts, until it has earned its own; 1 for all others"
     )
     collection_policy: CollectionPolicy = part(CollectionPolicy)
     ejection_policy: EjectionPolicy = part(EjectionPolicy)
@@ -63,14 +63,14 @@ class RouterConfig(Options):
     link_policy: LinkPolicy = part(LinkPolicy)
     store: StoreConfig = part(StoreConfig)
 
-    api_key: tuple[str, ...] = option((), help="keys that callers must show (none, and no file: everybody may call)")
+    api_key: tuple[str, ...] = option((), help="keys that callers must show (none, and no file: every caller may)")
     api_keys_file: Path | None = option(None, help="file of sha256 hashes of further keys, one a line")
     limits: HttpSettings = part(HttpSettings)
     """As flags set them; `http` has what follows from other options too."""
     max_buffered_commits: int = option(
-        64, help="rounds that a slow reader may lag behind before its request pauses", minimum=1
+        64, help="rounds that a slow client may lag behind before its request pauses", minimum=1
     )
-    stall_limit_s: float = option(10.0, help="seconds without a turn of the event loop until /livez says no", above=0)
+    stall_limit_s: float = option(10.0, help="seconds without a turn of the event loop until /livez fails", above=0)
     tls: TlsOptions = part(TlsOptions)
 
     def check_together(self) -> None:

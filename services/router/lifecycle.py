@@ -1,6 +1,6 @@
-"""A router from start to end: what is made in which order, what is told when, and what is let go of.
+"""The life of a router: what is made in which order, what is told when, and what is let go of at its end.
 
-Python's cyclic garbage collector, told what a router's memory is like.
+It also tells Python's cyclic garbage collector what a router's memory is like (`settle`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ so that Python's own 700 finds nothing, each few rounds, at a quarter of the rou
 
 
 def settle() -> None:
-    """What is there after the start (tokenizer, libraries) stays until the end: it is never looked at again."""
+    """Take the objects that are there after the start (tokenizer, libraries) from the garbage collector: they stay
+    until the end."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
@@ -58,11 +59,11 @@ def settle() -> None:
 _log = logging.getLogger("moot.router")
 
 SERVICE = "moot.v1.RouterService"
-"""For callers, who show API keys: it has no part in TLS between pods."""
+"""The service that callers use, with API keys: it has no part in TLS between pods."""
 
 
 class Peers:
-    """The verifiers and drafters of one router, and what the fronts and the gauges are told of them."""
+    """The verifiers and drafters of one router, and what the two APIs and the gauges are told of them."""
 
     def __init__(self, config: RouterConfig, tokenizer: Any, metrics: Metrics, tls: PodTls | None = None) -> None:
         self._config = config
@@ -112,12 +113,12 @@ class Peers:
             raise ConfigError(f"--drafters and --in-process-drafters both name {', '.join(twice)}: give one another id")
         of_requests = self._request_drafters(vocabulary_size(tokenizer))
         for pool in (*self.local, *of_requests):
-            policy.admit(pool.drafter_id, pool.proposer.family)
+            policy.admit(pool.drafter_id, pool.held_drafter.family)
         self.drafter_set.sources.update(self.pools)
         self.drafter_set.sources.update({pool.drafter_id: pool for pool in (*self.local, *of_requests)})
 
     def _request_drafters(self, vocab_size: int) -> list[LocalPool]:
-        """Those that vote only where a request brings what they live from. Their ids are their kinds."""
+        """Drafters that vote only where a request brings what they draft from. Their ids are their kinds."""
         pools: list[LocalPool] = []
         taken = {*self.pools, *(pool.drafter_id for pool in self.local)}
         for spec in parse_entries(self._config.request_drafters, "--request-drafters"):
@@ -125,8 +126,8 @@ class Peers:
                 raise ConfigError(f"--request-drafters: there is {' and '.join(REQUEST_KINDS)}, not {spec.drafter_id}")
             if spec.drafter_id in taken:
                 raise ConfigError(f"--request-drafters: a drafter named {spec.drafter_id} is there: give it another id")
-            proposer = create(spec.kind, {"vocab_size": vocab_size, **spec.options})
-            pools.append(LocalPool(spec.drafter_id, proposer, self._config.ejection_policy, self._metrics))
+            drafter = create(spec.kind, {"vocab_size": vocab_size, **spec.options})
+            pools.append(LocalPool(spec.drafter_id, drafter, self._config.ejection_policy, self._metrics))
             # What one request's prediction was worth says nothing of the next one's.
             self.drafter_set.policy.selection.exempt.add(spec.drafter_id)
         return pools
@@ -153,7 +154,7 @@ class Peers:
             self._tls.close()
 
     def on_state(self) -> None:
-        """Some peer's state changed."""
+        """Note that the state of a peer has changed."""
         if self.targets.is_available:
             self._last_served = time.monotonic()
         _count_states(self._metrics, "verifier", self.targets.all_links)
@@ -177,7 +178,8 @@ class Peers:
         return self.drafter_set.drafter_ids
 
     def refusal(self) -> MootError | None:
-        """New requests wait for a verifier as long as one was there a moment ago, and are refused after that."""
+        """Why new requests are refused: they wait for a verifier as long as one was there a moment ago, and are refused
+        after that."""
         if self.draining:
             return Draining("this router is going away", self._config.limits.retry_after_s)
         if self.targets.is_available:
@@ -190,15 +192,15 @@ class Peers:
         return self.targets.places
 
     def shortage(self) -> MootError | None:
-        """Verifiers of several routers are full before each of these knows it: whoever has been let in waits for a
-        moment, and nobody else is let in meanwhile."""
+        """Why every verifier would refuse a new request now. Verifiers of several routers are full before each router
+        knows it: a request that has been let in waits for a moment, and no other is let in meanwhile."""
         if self.targets.num_without_room:
             return NoCapacity("the verifiers are full", self._config.limits.retry_after_s, "places")
         return None
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
-    """A source that fails for good leaves the last list in place; that must not go unseen."""
+    """Log that a source has failed for good: it leaves the last list in place, and that must not go unseen."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("discovery ended", exc_info=error)
 
@@ -296,7 +298,7 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
 
 
 async def _drain(terminated: asyncio.Event, peers: Peers, server: GrpcServer) -> None:
-    """Both fronts share one admission, so that the HTTP front's drain waits for gRPC calls as well."""
+    """Drain both APIs. They share one admission, so that the HTTP API's drain waits for gRPC calls as well."""
     await terminated.wait()
     peers.draining = True
     await server.set_serving(False)

@@ -3,9 +3,8 @@
 Every worker is a whole router and listens on the same ports; the system hands each new connection to one of them
 (SO_REUSEPORT). They share the record store and the peers as replicas of a deployment do, so that a request of a worker
 that died is taken up from its record like any other, and limits are of one worker. The parent serves nothing but the
-metrics port: every worker's metrics with a label `worker`, and probes that ask the workers.
-
-The metrics of several workers as one exposition: every sample once per worker, told apart by a label.
+metrics port: every worker's metrics as one exposition, each sample with a label `worker`, and probes that ask the
+workers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _TIMEOUT_S = 2.0
 
 
 class WorkerMetrics(Collector):
-    """`addresses()`: base URL of the metrics of each worker that serves, by its name.
+    """The metrics of all workers. `addresses()`: base URL of the metrics of each worker that serves, by its name.
 
     A worker that does not answer in time is left out of this scrape.
     """
@@ -67,7 +66,7 @@ class WorkerMetrics(Collector):
 
 
 def merged(texts: Mapping[str, str]) -> list[Metric]:
-    """Families of all expositions, each sample with the label `worker`: whose text it stood in."""
+    """Families of all expositions, each sample with the label `worker`: the worker in whose text it stood."""
     families: dict[str, Metric] = {}
     for worker, text in texts.items():
         for family in text_string_to_metric_families(text):
@@ -100,7 +99,7 @@ class Workers:
         """Whether all have been ready at a time. Before that an end ends all, after it the worker is replaced."""
 
     def start(self, argv: Sequence[str], http_port: int, grpc_port: int) -> None:
-        """`argv`: the flags that the parent was started with, which its workers get too."""
+        """Start the workers. `argv`: the flags that the parent was started with, which its workers get too."""
         ports = ("--port", str(http_port), "--grpc-port", str(grpc_port), "--metrics-port", "0")
         flags = [*argv, "--workers", "1", "--reuse-port", "true", *ports]
         for index in range(self._config.workers):
@@ -108,7 +107,7 @@ class Workers:
             self._supervisor.service(f"worker-{index}", "router", flags, environ=os.environ, logged=False)
 
     def check(self) -> bool:
-        """Take note of who serves and who has ended; True when all serve for the first time.
+        """Take note of workers that serve and that have ended; True when all serve for the first time.
 
         Raises ChildFailed when one ends before that.
         """
@@ -122,7 +121,7 @@ class Workers:
         return True
 
     def addresses(self) -> dict[str, str]:
-        """Of the metrics ports of those that serve, by the worker's number."""
+        """Addresses of the metrics ports of workers that serve, by the worker's number."""
         host = self._config.service.host
         host = host if host not in ("", "0.0.0.0") else "127.0.0.1"
         host = f"[{host if host != '::' else '::1'}]" if ":" in host else host
@@ -161,7 +160,8 @@ def serve_workers(config: RouterConfig, argv: Sequence[str]) -> None:
 
 
 def _hold(host: str, port: int) -> socket.socket:
-    """Bound as long as the parent lives, and never listening: nobody else gets the port while a worker is replaced."""
+    """A socket that is bound as long as the parent lives, and never listens: no other process gets the port while a
+    worker is replaced."""
     # First alone: the workers of another router must not share their port with these.
     bind(host, port, reuse_port=False).close()
     return bind(host, port, reuse_port=True)

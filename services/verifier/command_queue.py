@@ -1,14 +1,14 @@
-"""Takes commands in: what they mean for a session, or why they are refused. Nothing is computed here.
+"""The command queue of a verifier and the admission of its commands. Nothing is computed here.
 
-A peer is not trusted: whatever it sends is checked before a token of it reaches the model. A command that does not
-fit ends its own session (INVALID), because the two sides no longer agree about it; one that repeats what was already
-said (a late or doubled command) is dropped.
+`CommandQueue` is where commands wait for the compute thread: bounded, and quick to say no. Any thread offers; the
+compute thread takes at its step boundaries. What can be refused at once (draining, longer than the context, too many
+sessions or prompt tokens waiting) is refused by `offer` itself, so that an overloaded verifier answers in no time even
+while a step runs.
 
-Where commands wait for the compute thread: bounded, and quick to say no.
-
-Any thread offers; the compute thread takes at its step boundaries. What can be refused at once (draining, longer than
-the context, too many sessions or prompt tokens waiting) is refused by `offer` itself, so that an overloaded verifier
-answers in no time even while a step runs.
+`CommandAdmission` says what a command means for a session, or why it is refused. A peer is not trusted: whatever it
+sends is checked before a token of it reaches the model. A command that does not fit ends its own session (INVALID),
+because the two sides no longer agree about it; one that repeats what was already said (a late or doubled command) is
+dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from services.verifier.sessions import AnswerStream, PendingWork, Session
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """`command` None: the stream has ended."""
+    """A command on its way to the compute thread. `command` None: the stream has ended."""
 
     stream: AnswerStream
     command: Command | None
@@ -39,7 +39,8 @@ class Arrival:
 
 
 class CommandQueue:
-    """Opens that were let in count as open sessions, and their tokens as waiting ones, until they are released."""
+    """Commands that wait for the compute thread. Opens that were let in count as open sessions, and their tokens as
+    waiting ones, until they are released."""
 
     def __init__(
         self, max_sessions: int, max_waiting_tokens: int, max_queued_commands: int, context_limit: int
@@ -69,8 +70,8 @@ class CommandQueue:
     def offer(self, stream: AnswerStream, commands: Sequence[Command]) -> list[Failed]:
         """Queue commands in order; the answers to those refused at once are returned.
 
-        Commands of a stream that is over are dropped: nobody would free what they open. Raises NoCapacity when the
-        stream has more commands queued than any peer in its right mind would: end it.
+        Commands of a stream that is over are dropped: nothing would free what they open. Raises NoCapacity when the
+        stream has more commands queued than a working peer ever has: end it.
         """
         now = time.monotonic_ns()
         refused: list[Failed] = []
@@ -89,7 +90,7 @@ class CommandQueue:
         return refused
 
     def end(self, stream: AnswerStream) -> None:
-        """The stream is over: its sessions are to be aborted. Never refused."""
+        """End a stream: its sessions are to be aborted. Never refused."""
         with self._condition:
             stream.is_over = True
             self._arrivals.append(Arrival(stream, None, time.monotonic_ns()))
@@ -104,7 +105,7 @@ class CommandQueue:
             return taken
 
     def wait(self, timeout_s: float) -> None:
-        """Until something is there, at most `timeout_s` seconds."""
+        """Wait until something is there, at most `timeout_s` seconds."""
         with self._condition:
             if not self._arrivals:
                 self._condition.wait(timeout_s)
@@ -119,7 +120,7 @@ class CommandQueue:
             self._draining = True
 
     def release(self, num_sessions: int = 0, num_tokens: int = 0) -> None:
-        """These do not count any more: sessions that have ended, tokens that have been prefilled or given up."""
+        """Stop counting these: sessions that have ended, tokens that have been prefilled or given up."""
         with self._condition:
             self._num_sessions -= num_sessions
             self._num_waiting_tokens -= num_tokens
@@ -145,18 +146,18 @@ _HINT_BYTES = 16
 """More than a likely token takes in an answer: its id, its log-probability, its share of what surrounds them."""
 
 MOST_CHAINS = 16
-"""Of one drafter inside the verifier; who asks for more gets so many."""
+"""Most chains of one attached drafter; a command that asks for more gets so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Nothing is answered and nothing changes; counted under `reason`."""
+    """A command that is dropped: nothing is answered and nothing changes; counted under `reason`."""
 
     reason: str
 
 
 class CommandAdmission:
-    """Holds the rules, not the sessions: those are in their streams."""
+    """The rules of admission. Sessions are not here but in their streams."""
 
     def __init__(
         self, info: ModelInfo, max_draft_tokens: int, max_answer_bytes: int, new_cache: Callable[[], KvCache]
@@ -235,7 +236,7 @@ class CommandAdmission:
 
 
 def problem_of_params(params: SamplingParams, vocab_size: int) -> str | None:
-    """What no sampler can work with. The router refuses more, and says it better."""
+    """Why no sampler can work with these parameters, or None. The router refuses more, and says it better."""
     at_least_zero = {"temperature": params.temperature, "top_k": params.top_k, "min_tokens": params.min_tokens}
     finite = {"presence_penalty": params.presence_penalty, "frequency_penalty": params.frequency_penalty}
     for name, value in (at_least_zero | finite).items():
@@ -256,7 +257,7 @@ def problem_of_params(params: SamplingParams, vocab_size: int) -> str | None:
 
 
 def _already_over(session: Session) -> FinishReason | None:
-    """A request may be opened anew after it has committed its last token."""
+    """Whether the request is over already: it may be opened anew after it has committed its last token."""
     is_end = session.num_output_tokens > 0 and session.token_ids[-1] in session.ending_token_ids
     # Before min_tokens the ids that end were masked, so such an id can only be there when it did end the request.
     if is_end:

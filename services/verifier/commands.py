@@ -1,4 +1,4 @@
-"""What streams ask of the engine and what it answers: plain data, so the engine runs without gRPC as well.
+"""Commands of streams to the verifier's engine, and its answers: plain data, so the engine runs without gRPC as well.
 
 `session_id` is unique within the stream that opened the session and never reused there.
 """
@@ -33,7 +33,8 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """`base_length`: prompt + committed tokens, as the sender counts them. `round_index` grows with every verify."""
+    """Verify a draft. `base_length`: prompt + committed tokens, as the sender counts them. `round_index` grows with
+    every verify."""
 
     session_id: int
     round_index: int

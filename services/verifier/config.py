@@ -1,4 +1,4 @@
-"""Everything a verifier can be told: what is its own, and the options of its parts."""
+"""The configuration of a verifier: its own options, and those of its parts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ class VerifierConfig(Options):
 
     compute: ComputeOptions = part(ComputeOptions)
     batch_invariant: str = option(
-        "auto", help="numbers that do not depend on batch-mates; auto: on for the CPU", choices=("auto", "on", "off")
+        "auto",
+        help="outputs that do not depend on batch-mates, bit by bit; auto: on for the CPU",
+        choices=("auto", "on", "off"),
     )
     native_kernels: bool = option(
-        True, help="compute what lies between products by kernels, compiled at first start, where CPU and gcc allow it"
+        True, help="compute layers by native kernels, compiled at first start, where CPU and gcc allow it"
     )
 
     drafters: tuple[str, ...] = option(
@@ -36,7 +38,9 @@ class VerifierConfig(Options):
     )
 
     max_model_len: int = option(0, help="prompt plus output, in tokens; 0: the model's own limit", minimum=0)
-    max_num_seqs: int = option(32, help="sessions that hold KV cache at a time, so requests in a batch", minimum=1)
+    max_num_seqs: int = option(
+        32, help="most sessions that hold KV cache at a time, which is the largest batch", minimum=1
+    )
     batches: BatchOptions = part(BatchOptions)
     batching_delay_share: float | None = option(
         None,
@@ -45,18 +49,20 @@ class VerifierConfig(Options):
         minimum=0,
         maximum=1,
     )
-    max_draft_tokens: int = option(64, help="draft tokens that one verify may carry", minimum=0)
-    max_waiting_seqs: int = option(256, help="sessions that may wait for KV cache; more are refused", minimum=0)
+    max_draft_tokens: int = option(64, help="most draft tokens of one verification", minimum=0)
+    max_waiting_seqs: int = option(256, help="most sessions that wait for KV cache; more are refused", minimum=0)
     max_waiting_tokens: int = option(
-        1_048_576, help="prompt tokens that may wait for prefill; more are refused", minimum=0
+        1_048_576, help="most prompt tokens that wait for prefill; more are refused", minimum=0
     )
 
-    kv_capacity_tokens: int = option(0, help="KV cache in tokens; 0: from --kv-memory-fraction", minimum=0)
+    kv_capacity_tokens: int = option(0, help="size of the KV cache in tokens; 0: from --kv-memory-fraction", minimum=0)
     kv_memory_fraction: float = option(
         0.25, help="part of the free memory for KV and prefix cache, 0 to 1", above=0, maximum=1
     )
-    prefix_cache_tokens: int = option(16_384, help="prompt tokens kept for later prompts; 0 switches it off", minimum=0)
-    prefix_block_tokens: int = option(64, help="prompt tokens shared as one block", minimum=1)
+    prefix_cache_tokens: int = option(
+        16_384, help="prompt tokens kept in the prefix cache for later prompts; 0 switches it off", minimum=0
+    )
+    prefix_block_tokens: int = option(64, help="prompt tokens of one block of the prefix cache", minimum=1)
 
     heartbeat_interval_s: float = option(HEARTBEAT_INTERVAL_S, help="seconds between heartbeats on a stream", above=0)
     link: LinkConfig = part(LinkConfig)

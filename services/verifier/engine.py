@@ -34,8 +34,8 @@ IDLE_CHECK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """`num_queued`: commands accepted and not yet answered. `step_counter` grows per layer and tile, and at every look
-    of an idle compute thread for work: while it stands still the thread is stuck."""
+    """Numbers of the engine. `num_queued`: commands accepted and not yet answered. `step_counter` grows per layer and
+    tile, and each time that an idle compute thread looks for work: while it stands still the thread is stuck."""
 
     step_counter: int
     num_queued: int
@@ -44,7 +44,7 @@ class EngineStats:
 
 
 class Engine:
-    """`start` it; or call `step` yourself, always from one thread.
+    """The engine of a verifier. `start` it; or call `step` yourself, always from one thread.
 
     `on_death` is called on the compute thread when it cannot go on; all sessions have been failed by then.
     """
@@ -77,7 +77,8 @@ class Engine:
         self._worker: WorkerThread | None = None
 
     def connect(self, deliver: Callable[[Sequence[Answer]], None]) -> AnswerStream:
-        """A new owner of sessions. `deliver` gets answers, mostly on the compute thread: it must not block."""
+        """Connect a stream, which will own sessions. `deliver` gets answers, mostly on the compute thread: it must not
+        block."""
         return AnswerStream(deliver)
 
     def submit(self, stream: AnswerStream, commands: Sequence[Command]) -> None:
@@ -116,7 +117,7 @@ class Engine:
         self._worker.finish()
 
     def drain(self) -> None:
-        """Open nothing new; what runs may finish."""
+        """Drain: open nothing new; what runs may finish."""
         self._command_queue.drain()
 
     def stop(self) -> None:
@@ -143,7 +144,7 @@ class Engine:
 
     @torch.inference_mode()
     def _gather(self) -> None:
-        """Take commands until nobody is waited for any more. What a command is answered goes out with the next step."""
+        """Take commands until no session is waited for any more. Answers to commands go out with the next step."""
         self._take()
         while not self._stopping and (seconds := self.serving.seconds_to_wait()):
             self._command_queue.wait(seconds)

@@ -1,4 +1,7 @@
-"""What the compute thread does between and during steps: sessions begin, advance and end here, and nowhere else."""
+"""The engine loop: what the compute thread does between and during steps.
+
+Sessions begin, advance and end here, and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,15 @@ _log = logging.getLogger("moot.verifier")
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """`num_working`: sessions with work that is not answered yet."""
+    """The load of the engine. `num_working`: sessions with work that is not answered yet."""
 
     num_working: int = 0
     kv_cache_usage_ratio: float = 0.0
 
 
 class EngineLoop:
-    """Not thread-safe. `load` is replaced at both ends of each step and may be read from anywhere."""
+    """The sessions and their steps. Not thread-safe. `load` is replaced at both ends of each step and may be read from
+    anywhere."""
 
     def __init__(
         self,
@@ -164,7 +168,7 @@ class EngineLoop:
         self._answer(stream, result)
 
     def _admit(self, session: Session) -> None:
-        """A session gets KV: first what others have computed of its prompt."""
+        """Give a session KV: first what other sessions have computed of its prompt."""
         num_cached = self._filled(session)
         if session.work is not None and session.work.is_opening and not session.was_admitted:
             session.num_cached_tokens = num_cached
@@ -173,7 +177,8 @@ class EngineLoop:
         session.was_admitted = True
 
     def _filled(self, session: Session) -> int:
-        """Tokens that its cache was given. Without memory for them they are computed, in steps as small as need be."""
+        """Fill a session's cache from the prefix cache; returns how many tokens. Without memory for them they are
+        computed, in steps as small as need be."""
         try:
             return self.sharing.fill(session)
         except Exception as error:
@@ -264,7 +269,7 @@ class EngineLoop:
         self._end(session, error=row_of(error).session_failure or "")
 
     def _end(self, session: Session, error: str = "") -> None:
-        """Free everything; the only place where a session ends."""
+        """End a session and free everything; the only place where one ends."""
         session.traced.note(num_rounds=session.round_index + 1, num_output_tokens=session.num_output_tokens)
         session.traced.end(error)
         session.stream.sessions.pop(session.session_id, None)

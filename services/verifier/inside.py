@@ -1,4 +1,4 @@
-"""The drafters inside this verifier: what they are asked after a step, and what becomes of one that fails."""
+"""The drafters attached to this verifier: what they are asked after a step, and what becomes of one that fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ ResultT = TypeVar("ResultT")
 
 
 class AttachedDrafters:
-    """Not thread-safe: the compute thread owns it; `drafters` is replaced, never changed, and read from anywhere."""
+    """The attached drafters of a verifier. Not thread-safe: the compute thread owns it; `drafters` is replaced, never
+    changed, and read from anywhere."""
 
     def __init__(
         self, drafters: Sequence[AttachedDrafter], sampler: Sampler, max_draft_tokens: int, metrics: Metrics
@@ -38,7 +39,8 @@ class AttachedDrafters:
         self._max_draft_tokens = max_draft_tokens
         self._metrics = metrics
         self._guessed: dict[int, list[tuple[str, int]]] = {}
-        """By the session's arrival: who has guessed, and how many tokens, in their order in the step."""
+        """By the session's arrival: the drafters that have guessed, and how many tokens each, in their order in the
+        step."""
 
     def guess(self, session: Session) -> None:
         """Add to the session's new work what its drafters want to be fed with it. Raises DeviceLost only."""
@@ -61,7 +63,8 @@ class AttachedDrafters:
             session.work = work.with_guesses(Guesses(tuple(ids), tuple(parents)))
 
     def propose(self, outcomes: Sequence[Outcome]) -> dict[int, tuple[Proposal, ...]]:
-        """What follows what a step has committed, by the session's arrival. Raises DeviceLost only.
+        """Proposals for what follows the tokens that a step has committed, by the session's arrival. Raises DeviceLost
+        only.
 
         One pass per drafter, for all sessions that want it; empty, and nothing computed, where none does.
         """
@@ -89,7 +92,7 @@ class AttachedDrafters:
         return {arrival: tuple(proposals) for arrival, proposals in found.items()}
 
     def end(self, session: Session) -> None:
-        """Of a session nothing is left, whatever became of it."""
+        """Forget a session, whatever became of it."""
         self._guessed.pop(session.arrival, None)
         for drafter in self._of(session):
             self._guarded(drafter, [], partial(drafter.end, session.arrival))
@@ -112,7 +115,8 @@ class AttachedDrafters:
     def _guarded(
         self, drafter: AttachedDrafter, sessions: Sequence[Session], call: Callable[[], ResultT]
     ) -> ResultT | None:
-        """None where it fails: then the drafter is not asked again, unless there was no memory."""
+        """The result of a call of a drafter, None where it fails: then the drafter is not asked again, unless there was
+        no memory."""
         name = drafter.drafter_id
         try:
             for session in sessions:
@@ -135,7 +139,7 @@ class AttachedDrafters:
             return None
 
     def _abstain(self, *names: str) -> None:
-        """These, or all, have nothing to say in this step: there is no memory for it."""
+        """Let these drafters, or all, abstain in this step: there is no memory for it."""
         names = names or tuple(drafter.drafter_id for drafter in self.drafters)
         _log.warning("no memory for drafters in this step", extra={"drafters": ", ".join(names)})
         self._metrics.out_of_memory.labels("drafter").inc()
@@ -154,7 +158,7 @@ def _is_open(outcome: Sampled) -> bool:
 
 
 def _guesses(drafter: AttachedDrafter, session: Session, room: int) -> Guesses:
-    """Raises ValueError for what would break a step."""
+    """The guesses of a drafter, checked. Raises ValueError for what would break a step."""
     depth = session.max_new - 1
     guesses = drafter.guess(session.arrival, session.token_ids, room, depth) if room > 0 else NO_GUESSES
     depths = depths_of(guesses.parents)

@@ -2,9 +2,8 @@
 
 A block's key is a hash over the salt and all token ids from the beginning of the prompt to the block's end, so equal
 keys mean equal prefixes. Only prompt tokens enter: a rejected draft token can never be in a shared block. Blocks are
-copies; a hit copies them into the session's own cache, and eviction harms nobody.
-
-Moves prompt blocks between a session's own cache and the prefix cache.
+copies; a hit copies them into the session's own cache, and eviction harms no session. `PrefixSharing` moves prompt
+blocks between a session's own cache and the prefix cache.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ def block_hashes(token_ids: Sequence[int], block_tokens: int, salt: str) -> list
 
 
 class PrefixCache(Generic[BlockT]):
-    """Not thread-safe: the compute thread owns it. `capacity_tokens` below one block: nothing is kept."""
+    """Shared blocks of prompt KV. Not thread-safe: the compute thread owns it. `capacity_tokens` below one block:
+    nothing is kept."""
 
     def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -58,8 +58,8 @@ class PrefixCache(Generic[BlockT]):
         return key in self._blocks
 
     def find(self, hashes: Sequence[bytes]) -> list[BlockT]:
-        """Blocks of the longest cached prefix of `hashes`. They become the most recent ones, the first the very most:
-        a block without those before it is of no use, so the later ones go first.
+        """Blocks of the longest cached prefix of `hashes`. The blocks become the most recent ones, the first the very
+        most: a block without those before it is of no use, so the later ones go first.
         """
         found = []
         for key in hashes:
@@ -88,7 +88,7 @@ class PrefixCache(Generic[BlockT]):
 
 
 class PrefixSharing:
-    """Not thread-safe: the compute thread owns it."""
+    """Prompt blocks between sessions and the prefix cache. Not thread-safe: the compute thread owns it."""
 
     def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
         self.cache: PrefixCache[Tensor] = PrefixCache(capacity_tokens, block_tokens)
@@ -113,7 +113,7 @@ class PrefixSharing:
         return session.cached_length
 
     def keep(self, session: Session) -> None:
-        """Share the whole blocks of the prompt that `session` holds by now and nobody has shared yet."""
+        """Share the whole blocks of the prompt that `session` holds by now and no session has shared yet."""
         end = min(len(session.block_hashes), session.cached_length // self.cache.block_tokens)
         start = session.num_shared_blocks
         while start < end and session.block_hashes[start] in self.cache:
@@ -127,11 +127,11 @@ class PrefixSharing:
         session.num_shared_blocks = max(session.num_shared_blocks, end)
 
     def leave(self, session: Session) -> None:
-        """What `session` holds by now and nobody has shared is not shared any more."""
+        """Leave unshared what `session` holds by now and has not shared yet."""
         session.num_shared_blocks = len(session.block_hashes)
 
     def give_up(self) -> bool:
-        """Let go of all blocks: they spare time, and somebody has no memory. False: there were none."""
+        """Let go of all blocks: they only save time, and a pass has no memory. False: there were none."""
         had_some = len(self.cache) > 0
         self.cache.clear()
         return had_some

@@ -1,6 +1,6 @@
 """Builds a verifier from its config and serves it until it is told to stop.
 
-How many tokens of KV cache there is memory for.
+It also decides how many tokens of KV cache there is memory for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def kv_capacity_tokens(config: VerifierConfig, shape: KvShape, context_limit: int) -> int:
-    """Tokens of KV: as told, else what the share of the free memory holds beside the prefix cache.
+    """Tokens of KV cache: as configured, else what the share of the free memory holds beside the prefix cache.
 
     Never more than `max_num_seqs` sessions of the longest kind can use. Raises ConfigError when not a page fits.
     """
@@ -60,7 +60,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _read_number(path: Path) -> int | None:
-    """None where there is no such file or it says that there is no limit."""
+    """The number in a file, None where there is no such file or it says that there is no limit."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -90,7 +90,7 @@ def make_runner(config: VerifierConfig) -> ModelRunner:
 
 
 def _automatic_runner(loaded: LoadedModel, capacity: int) -> ModelRunner:
-    """Deterministic on a CPU where it holds."""
+    """A runner in batch-invariant mode on a CPU where that holds, else without it."""
     if loaded.kv_shape.device.type != "cpu":
         return choose_runner(loaded, capacity, False)
     try:
@@ -103,7 +103,8 @@ def _automatic_runner(loaded: LoadedModel, capacity: int) -> ModelRunner:
 def make_engine(
     config: VerifierConfig, metrics: Metrics, on_death: Callable[[], None], tracing: Tracing | None = None
 ) -> Engine:
-    """Same errors as make_runner. To be called on the thread that computes: see moot.runtime.worker."""
+    """The engine of a config. Same errors as make_runner. To be called on the thread that computes: see
+    moot.runtime.worker."""
     engine = Engine(make_runner(config), config, metrics, on_death, tracing)
     facts = {"model": engine.info.model, "batch_invariant": engine.runner.batch_invariant}
     _log.info("model loaded", extra=facts)

@@ -1,8 +1,7 @@
-"""VerifierService over an engine.
+"""The gRPC servicer of a verifier: VerifierService over an engine.
 
-Frames to commands and answers to frames: the verifier's own half of the wire.
-
-One peer's stream: frames of commands in, frames of answers out, and everything freed when it ends.
+It turns frames into commands and answers into frames: the verifier's own half of the wire. `PeerStream` is one peer's
+stream: frames of commands in, frames of answers out, and everything freed when it ends.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from services.verifier.engine import Engine, EngineStats
 
 
 def command_from_pb(message: pb.VerifyCommand) -> Command | None:
-    """None for a heartbeat and for a command that this version does not know."""
+    """The command in a message, None for a heartbeat and for a command that this version does not know."""
     session_id = message.session_id
     match message.WhichOneof("command"):
         case "open":
@@ -66,7 +65,7 @@ def command_from_pb(message: pb.VerifyCommand) -> Command | None:
 
 
 def _draft_of(message: pb.VerifyDraft) -> Draft:
-    """As it came, malformed or not: the desk refuses it in its turn among the session's commands."""
+    """The draft as it came, malformed or not: admission refuses it in its turn among the session's commands."""
     token_ids, parents = tuple(message.draft_token_ids), tuple(message.parent_indices)
     return Draft(token_ids, parents) if parents else Draft.chain(token_ids)
 
@@ -99,7 +98,8 @@ def drain_to_pb(grace_s: float) -> pb.VerifyAnswer:
 
 
 class PeerStream:
-    """Lives on one event loop. `close` may be called more than once; after it nothing of the peer is left."""
+    """One peer's stream, on one event loop. `close` may be called more than once; after it nothing of the peer is
+    left."""
 
     def __init__(self, engine: Engine, config: VerifierConfig) -> None:
         self._engine = engine
@@ -166,7 +166,7 @@ class PeerStream:
             self.send(heartbeat_to_pb(self._engine.stats))
 
     def _deliver(self, answers: Sequence[Answer]) -> None:
-        """From any thread. Raises RuntimeError when the loop is closed."""
+        """Deliver answers, from any thread. Raises RuntimeError when the loop is closed."""
         self._loop.call_soon_threadsafe(self._send_all, answers)
 
     def _send_all(self, answers: Sequence[Answer]) -> None:

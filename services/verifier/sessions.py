@@ -32,7 +32,7 @@ NO_ROUND = -1
 
 @dataclass(frozen=True, slots=True)
 class PendingWork:
-    """What a session waits for: the token after its prefix (an opening), or the verification of a draft."""
+    """The pending work of a session: the token after its prefix (an opening), or the verification of a draft."""
 
     draft: Draft
     fed_nodes: tuple[int, ...]
@@ -43,7 +43,7 @@ class PendingWork:
     arrived_ns: int
     """Monotonic."""
     guesses: Guesses = NO_GUESSES
-    """Fed beside them, for drafters inside this verifier, and never accepted."""
+    """Guesses fed beside them, for drafters attached to this verifier, and never accepted."""
 
     @classmethod
     def opening(cls, arrived_ns: int) -> PendingWork:
@@ -51,7 +51,8 @@ class PendingWork:
 
     @classmethod
     def verification(cls, draft: Draft, max_new: int, round_index: int, arrived_ns: int) -> PendingWork:
-        """Feeds only nodes after which one of the `max_new` tokens that may still come can be emitted.
+        """The verification of a draft. It feeds only nodes after which one of the `max_new` tokens that may still come
+        can be emitted.
 
         A node at depth d (0 for children of the prefix) is reached with d + 1 tokens emitted, so these are the depths
         below `max_new` - 1. Leaving the others out changes no token and keeps positions inside the context limit.
@@ -74,7 +75,8 @@ class PendingWork:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`token_ids`: prompt + committed output. `arrival` orders sessions by age; it is unique in an engine."""
+    """One request on the verifier. `token_ids`: prompt + committed output. `arrival` orders sessions by age; it is
+    unique in an engine."""
 
     stream: AnswerStream
     session_id: int
@@ -104,7 +106,7 @@ class Session:
     """Chained hashes of the prompt's whole blocks."""
     num_shared_blocks: int = 0
     num_waiting_tokens: int = 0
-    """What the intake still counts for this session as waiting to be prefilled."""
+    """Tokens that the command queue still counts for this session as waiting to be prefilled."""
     traced: Span = field(default_factory=Span)
 
     @property
@@ -122,7 +124,8 @@ class Session:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Slots of KV that it holds (a rejected draft may leave a page more than its length needs) or will need."""
+        """Slots of KV that the session holds (a rejected draft may leave a page more than its length needs) or will
+        need."""
         return max(self.cache.num_slots, self.length + (self.work.num_fed_levels if self.work else 0))
 
     @property
@@ -142,11 +145,12 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class AnswerStream:
-    """Who opened the sessions: one peer's stream. `deliver` is called from the compute thread and must not block."""
+    """The stream of the peer that opened the sessions. `deliver` is called from the compute thread and must not
+    block."""
 
     deliver: Callable[[Sequence[Answer]], None]
     sessions: dict[int, Session] = field(default_factory=dict)
     """By session id; touched by the compute thread only."""
     num_queued: int = 0
-    """Commands that wait in the intake; it alone changes this and `is_over`."""
+    """Commands that wait in the command queue; the queue alone changes this and `is_over`."""
     is_over: bool = False

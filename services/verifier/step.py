@@ -25,7 +25,8 @@ Item = BatchItem[Session]
 
 
 class StepRunner:
-    """Not thread-safe: the compute thread owns it. `progress` is called often while something is computed."""
+    """Runs steps: one forward pass and the walks. Not thread-safe: the compute thread owns it. `progress` is called
+    often while something is computed."""
 
     def __init__(
         self,
@@ -145,7 +146,8 @@ class StepRunner:
         return None
 
     def _advance(self, item: Item, logits: Tensor | Exception) -> Outcome:
-        """Raises what the forward pass came to, and what sampling finds; then the session has not changed."""
+        """Advance a session by its walk. Raises what the forward pass came to, and what sampling finds; then the
+        session has not changed."""
         if isinstance(logits, Exception):
             raise logits
         session = item.session
@@ -174,7 +176,7 @@ class StepRunner:
         return Sampled(session, walked, logprobs, top_candidates, state, self._guess_logits.get(session.arrival))
 
     def _without_guesses(self, item: Item, logits: Tensor) -> Tensor:
-        """The rows that are walked over."""
+        """The rows that the walk goes over, those of guesses left out."""
         work = item.session.work
         if work is None or not item.completes or not work.guesses.token_ids:
             self._guess_logits.pop(item.session.arrival, None)
@@ -203,7 +205,8 @@ def _may_be_the_drafts(error: Exception, work: PendingWork) -> bool:
 
 
 def _input_of(item: Item) -> SequenceInput:
-    """Missing tokens of the prefix, then the draft's fed nodes, then guesses; logits from the last prefix token on."""
+    """The input of one item: missing tokens of the prefix, then the draft's fed nodes, then guesses; logits from the
+    last prefix token on."""
     session, count = item.session, item.num_prefix_tokens
     token_ids = session.token_ids[session.cached_length : session.cached_length + count]
     if not item.completes or session.work is None:

@@ -1,6 +1,7 @@
 """The sample-and-match walk of each request of a step, over the rows of its logits.
 
-What a step makes of each request in it, and what an exception on the way means.
+`Sampled`, `Prefilled` and `Broken` are what a step makes of each request in it. An exception on the way makes a request
+`Broken`, or is raised as `DeviceLost`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """This session cannot go on."""
+    """The outcome of a session that cannot go on."""
 
     session: Session
     error: type[MootError]
@@ -71,14 +72,16 @@ def broken(session: Session, error: Exception) -> Broken:
 
 
 def is_device_lost(error: Exception) -> bool:
-    """Of the accelerator's errors all but a failed allocation, which leaves its context as it was."""
+    """Whether the accelerator's context is gone: after all of its errors but a failed allocation, which leaves it as it
+    was."""
     return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
 
 
 class Walks:
-    """With a `batch_sampler` all rows of a step are drawn at once, before the walks, and fetched in one piece. Without
-    one, rows that need noise are drawn as the walks ask for them, so that those off the accepted path cost nothing;
-    what is only looked up, highest and likeliest ids, is looked up in all rows of a step by one call each.
+    """The walks of a step. With a `batch_sampler` all rows of a step are drawn at once, before the walks, and fetched
+    in one piece. Without one, rows that need noise are drawn as the walks ask for them, so that those off the accepted
+    path cost nothing; what is only looked up, highest and likeliest ids, is looked up in all rows of a step by one call
+    each.
 
     Rows of a request's logits, [1 + fed nodes, vocab], are as `row_of_nodes` numbers them.
     """
@@ -96,9 +99,9 @@ class Walks:
         """Likewise, what was looked up at once."""
 
     def draw(self, results: Sequence[tuple[Session, PendingWork, Tensor]]) -> None:
-        """A step begins whose walks are to go over these logits. Raises DeviceLost only.
+        """Begin a step whose walks are to go over these logits. Raises DeviceLost only.
 
-        Nothing is known yet where that fails, whoever's fault it is: the walks then do it row by row.
+        Nothing is known yet where that fails, whichever request's fault it is: the walks then do it row by row.
         """
         self._drawn, self._highest, self._likeliest = {}, {}, {}
         if not results:
@@ -140,7 +143,7 @@ class Walks:
             }
 
     def forget(self, session: Session) -> None:
-        """Its logits are others than those that `draw` got."""
+        """Forget what `draw` found for a session: its logits are others now."""
         for found in (self._drawn, self._highest, self._likeliest):
             found.pop(session.arrival, None)
 
@@ -178,7 +181,7 @@ class Walks:
     def logprobs(
         self, session: Session, logits: Tensor, rows: Sequence[int], token_ids: Sequence[int]
     ) -> tuple[TokenLogprobs, ...]:
-        """Of `token_ids`, sampled from `rows`; empty where the request asks for none."""
+        """Log-probabilities of `token_ids`, sampled from `rows`; empty where the request asks for none."""
         num_top = session.params.logprobs
         if num_top is None:
             return ()

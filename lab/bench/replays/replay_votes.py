@@ -3,8 +3,8 @@
     python -m lab.bench.replay_votes --recording DIR [--drafters a,b,c] [--width 1] [-k 8]
 
 DIR: of `moot replay record`. Exact: the texts do not depend on drafts. The interval is over texts: the acceptance
-length of 2000 samples of as many texts, drawn with replacement (seed 0). A second page (`replay_votes_electorates`)
-says what each drafter brings to the others and to the best one; its intervals are those of the difference from all.
+length of 2000 samples of as many texts, drawn with replacement (seed 0). A second page (part `drafter sets`) says what
+each drafter brings to the others and to the best one; its intervals are those of the difference from all.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def variants(base: Policies, budgets: Sequence[int]) -> dict[str, Policies]:
     return found
 
 
-def electorates(ids: Sequence[str], best: str) -> dict[str, tuple[str, ...]]:
+def drafter_sets(ids: Sequence[str], best: str) -> dict[str, tuple[str, ...]]:
     """All drafters, all but each of them, and the best one with each other."""
     found = {"all": tuple(ids)}
     if len(ids) > 2:
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = shapes_of(base, config.budgets)
     voted = {
         name: [counts_of(replay, replace(policies, drafter_ids=ids)) for policies in shapes.values()]
-        for name, ids in electorates(replay.drafter_ids, best).items()
+        for name, ids in drafter_sets(replay.drafter_ids, best).items()
     }
     lines = [
         [name, *(one.beside(whole) for one, whole in zip(counts, voted["all"], strict=True))]

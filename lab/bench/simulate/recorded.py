@@ -29,7 +29,7 @@ class RecordedTexts:
 
     def __init__(self, recordings: Sequence[Recording], kinds: Sequence[str], vocab_size: int) -> None:
         self._recordings = recordings
-        self._proposers = [registry.create(kind, {"vocab_size": vocab_size}) for kind in kinds]
+        self._drafters = [registry.create(kind, {"vocab_size": vocab_size}) for kind in kinds]
         self._next = 0
 
     def replace(self, recordings: Sequence[Recording]) -> None:
@@ -39,13 +39,13 @@ class RecordedTexts:
     def next(self) -> SimulatedText:
         recording = self._recordings[self._next % len(self._recordings)]
         self._next += 1
-        return _RecordedText(recording, self._proposers)
+        return _RecordedText(recording, self._drafters)
 
 
 class _RecordedText:
-    def __init__(self, recording: Recording, proposers: Sequence[Any]) -> None:
+    def __init__(self, recording: Recording, drafters: Sequence[Any]) -> None:
         self._recording = recording
-        self._proposers = proposers
+        self._drafters = drafters
         self._params = SamplingParams(temperature=0.0, max_tokens=len(recording.output_token_ids))
         self._sessions: dict[int, Any] = {}
         self._known: dict[int, int] = {}
@@ -57,15 +57,13 @@ class _RecordedText:
         return self._recording.output_token_ids[position]
 
     def propose(self, drafter: int, position: int, length: int, head: Proposal) -> Proposal:
-        proposer = self._proposers[drafter]
+        held = self._drafters[drafter]
         if drafter not in self._sessions:
-            self._sessions[drafter] = proposer.open(self.prompt_token_ids, self._params)
+            self._sessions[drafter] = held.open(self.prompt_token_ids, self._params)
         session, known = self._sessions[drafter], self._known.get(drafter, 0)
         if position > known:
             recording = self._recording
-            proposer.extend(
-                session, recording.output_token_ids[known:position], recording.top_candidates[known:position]
-            )
+            held.extend(session, recording.output_token_ids[known:position], recording.top_candidates[known:position])
             self._known[drafter] = position
-        chains = proposer.propose([Ask(session, length)])[0]
+        chains = held.propose([Ask(session, length)])[0]
         return chains[0] if chains else Proposal(())

@@ -55,16 +55,16 @@ class Config(LoadConfig):
 
 
 def arm(
-    name: str, before: str, flags: Sequence[str] = (), body: Mapping[str, Any] | None = None, voter: str = ""
+    name: str, before: str, flags: Sequence[str] = (), body: Mapping[str, Any] | None = None, drafter: str = ""
 ) -> Arm:
     """`flags`: of its router; arms of equal flags and drafter share one. `body`: fields of its requests. `drafter`: a
     drafter process beside those that all have."""
-    return Arm(name, {"flags": tuple(flags), "body": body or {}, "drafter": voter}, before)
+    return Arm(name, {"flags": tuple(flags), "body": body or {}, "drafter": drafter}, before)
 
 
 def steps(config: Config) -> list[Arm]:
-    everybody = ("--asks", "all")
-    fixed_chain = ("--shape", "chain", "--length", "fixed", *everybody)
+    ask_all = ("--asks", "all")
+    fixed_chain = ("--shape", "chain", "--length", "fixed", *ask_all)
     minions = ("--vote", "majority", "--weights", "minions", *fixed_chain)
     calibrated = ("--vote", "calibrated", "--weights", "hedge", *fixed_chain)
     fixed = {"num_speculative_tokens": config.fixed}
@@ -74,16 +74,16 @@ def steps(config: Config) -> list[Arm]:
         arm(single, PLAIN, minions, fixed | {"drafters": [config.single]}),
         arm("+ majority vote", single, minions, fixed),
         arm("+ calibrated vote", "+ majority vote", calibrated, fixed),
-        arm("+ adaptive K", "+ calibrated vote", ("--shape", "chain", *everybody)),
-        arm("+ tree", "+ adaptive K", everybody),
+        arm("+ adaptive K", "+ calibrated vote", ("--shape", "chain", *ask_all)),
+        arm("+ tree", "+ adaptive K", ask_all),
         arm("+ only who pays", "+ tree"),
     ]
     if config.neural is not None:
         found += [
-            arm(ONE_STAGE, "+ only who pays", voter="neural"),
-            arm("in two stages", ONE_STAGE, voter="two-stage"),
-            arm("drafting ahead", ONE_STAGE, voter="ahead"),
-            arm("with a cascade", ONE_STAGE, ("--cascade", str(config.cascade)), voter="neural"),
+            arm(ONE_STAGE, "+ only who pays", drafter="neural"),
+            arm("in two stages", ONE_STAGE, drafter="two-stage"),
+            arm("drafting ahead", ONE_STAGE, drafter="ahead"),
+            arm("with a cascade", ONE_STAGE, ("--cascade", str(config.cascade)), drafter="neural"),
         ]
     wanted = config.steps
     chosen = [one for one in found if one.name == PLAIN or not wanted or any(part in one.name for part in wanted)]
@@ -95,19 +95,19 @@ def steps(config: Config) -> list[Arm]:
 def routers_of(system: System, config: Config, chosen: Sequence[Arm]) -> dict[str, Child]:
     """The router of every step, ready."""
     routers = Routers(system, config)
-    voters: dict[str, Child] = {}
+    made_drafters: dict[str, Child] = {}
     for name in sorted({one.differs["drafter"] for one in chosen} - {""}):
         options = list(config.neural_options) + ([f"stages={config.stages}"] if name == "two-stage" else [])
         flags = ["--kind", "neural", "--model", str(config.neural), "--num-threads", "1"]
         flags += ["--draft-ahead", "on" if name == "ahead" else "off"]
         flags += ["--option", ",".join(options)] if options else []
-        voters[name] = routers.drafter(name, flags, {})
-    routers.wait(list(voters.values()))
+        made_drafters[name] = routers.drafter(name, flags, {})
+    routers.wait(list(made_drafters.values()))
     made: dict[tuple[tuple[str, ...], str], Child] = {}
     for one in chosen:
-        key = flags_, voter = one.differs["flags"], one.differs["drafter"]
+        key = flags_, drafter = one.differs["flags"], one.differs["drafter"]
         if key not in made:
-            drafters = {voter: voters[voter]} if voter else {}
+            drafters = {drafter: made_drafters[drafter]} if drafter else {}
             made[key] = routers.router(f"router-{len(made)}", flags_, drafters)
     routers.wait(list(made.values()), are_routers=True)
     say(f"{len(made)} routers for {len(chosen)} steps")

@@ -33,7 +33,8 @@ _WAITING: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """What rounds take, in seconds: all in all, and of that drafting, waiting for a step to begin, and in the step."""
+    """Mean times of rounds, in seconds: all in all, and of that drafting, waiting for a step to begin, and in the
+    step."""
 
     total: float
     drafting: float
@@ -55,14 +56,14 @@ class RoundTimes:
 
     @property
     def num_turns(self) -> float:
-        """Steps per round of a verifier that never rests, where requests do wait for it; 1 where they do not."""
+        """Steps per round of a verifier that never rests, where requests wait for it; 1 where they do not."""
         if self.forward <= 0 or self.total <= self.forward:
             return 1.0
         return 1.0 + (self.total / self.forward - 1.0) * min(self.waiting / (_WAITING * self.total), 1.0)
 
 
 def _class_of(size: int) -> int:
-    """1, 2, 3 to 4, every 4 up to 32, every 8 up to 128, then twice as many."""
+    """Class of a batch size: 1, 2, 3 to 4, every 4 up to 32, every 8 up to 128, then twice as many."""
     if size <= 4:
         return (size - 1).bit_length()
     if size <= _FINE:
@@ -191,8 +192,8 @@ class DraftCost:
         """Mean distance of a draft's duration from what was expected, as a part of that."""
 
     def observe(self, num_speculative_tokens: int, seconds: float, weight: float = 1.0) -> None:
-        """A round. Those that drafted nothing, K = 0, let what is known fade: they would keep what a slow moment of the
-        drafters said from being tried again. `weight`, in (0, 1]: as in VerifyCost."""
+        """Learn from a round. One that drafted nothing, K = 0, lets what is known fade: it would keep what a slow
+        moment of the drafters said from being tried again. `weight`, in (0, 1]: as in VerifyCost."""
         if num_speculative_tokens <= 0:
             self._sums = [each * _IDLE**weight for each in self._sums]
             return
@@ -213,7 +214,7 @@ class DraftCost:
         self._sums = [0.0] * 5
 
     def seconds(self, num_speculative_tokens: int) -> float:
-        """0 for K = 0, and before the first sample."""
+        """Expected duration of the draft stage at K; 0 for K = 0, and before the first sample."""
         count, k, kk, total, weighted = self._sums
         if num_speculative_tokens <= 0 or count == 0:
             return 0.0

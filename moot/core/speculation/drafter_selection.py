@@ -1,14 +1,14 @@
-"""Whom to ask at all: a drafter that brings less than waiting for it costs is left out, and tried again now and then.
+"""Drafter selection: a drafter that brings less than waiting for it costs is left out, and tried again now and then.
 
-The panel keeps a window of rounds: how far each drafter was right and when its answer was there. Each full window is
-played again without some of the drafters: what was accepted on their word alone is lost, and so is the time for which
-only they were waited for. If the rest would have been faster, the rest is asked from then on. Pure, durations are
-arguments.
+`DrafterSelection` keeps a window of rounds: how far each drafter was right and when its answer was there. Each full
+window is played again without some of the drafters: what was accepted on their word alone is lost, and so is the time
+for which only they were waited for. If the rest would have been faster, the rest is asked from then on.
 
-When expensive drafters need not be asked: the cheap ones have answered, and one of them is sure.
+The cascade, within one round: expensive drafters need not be asked once the cheap ones have answered and one of them is
+sure. A proposal's worth is the tokens that it is expected to bring, by its drafter's own hit rates, as a part of the K
+tokens that were asked for: a short proposal leaves room for others, however sure it is.
 
-A proposal's worth is the tokens that it is expected to bring, by its drafter's own hit rates, as a part of the K
-tokens that were asked for: a short proposal leaves room for others, however sure it is. Pure.
+Pure; durations are arguments.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ def expected_share(proposals: Iterable[Proposal], calibration: Calibration, num_
 
 
 def is_expensive(answer_seconds: float | None, round_seconds: float | None) -> bool:
-    """Whether a drafter's answers take a part of a round that is worth being skipped. None: not known; it is asked."""
+    """Whether a drafter's answers take so large a part of a round that skipping it is worth while. None: not known; it
+    is asked."""
     return answer_seconds is not None and round_seconds is not None and answer_seconds > _EXPENSIVE * round_seconds
 
 
 PAYING, ALL = "paying", "all"
 SELECTIONS = (PAYING, ALL)
-"""Whom rounds ask: those that the panel finds worth it, or every drafter."""
+"""Drafters that rounds ask: those that bring more than waiting for them costs, or all."""
 SILENT, SLOW, USELESS = "silent", "slow", "useless"
 REASONS = (SILENT, SLOW, USELESS)
 """Why a drafter is left out: it hardly ever answers in time; what it brings does not pay for the wait; it brings
@@ -67,8 +68,8 @@ _BETTER, _MUCH_BETTER = 1.001, 1.01
 _EARLY: Final = 0.05
 """And how much more for each window that is missing in a part of one: what stops rounds is not waited with."""
 _NEW: Final = 0.25
-"""Part of a window for which the time of drafting is not held against drafting: it may be that of one who is left out
-as soon as he is known, and without rounds that draft nobody gets known."""
+"""Part of a window for which the time of drafting is not held against drafting: it may be that of a drafter that is
+left out as soon as it is known, and without rounds that draft none gets known."""
 _SHORTEST_S: Final = 1e-9
 _TRIALS: Final = 8
 """The latest rounds in which a drafter that is left out was tried."""
@@ -80,8 +81,8 @@ _SHARE: Final = 0.005
 
 
 class DrafterAnswer(NamedTuple):
-    """Of one drafter that was asked in a round. `num_right`: leading tokens of its best proposal that were accepted;
-    `seconds`: from asking to its answer; None: it did not come before the vote."""
+    """The answer of one drafter that was asked in a round. `num_right`: leading tokens of its best proposal that were
+    accepted; `seconds`: from asking to its answer; None: it did not come before the vote."""
 
     num_right: int
     seconds: float | None
@@ -136,14 +137,14 @@ class _Played:
         return tokens, max(self._seconds - self._waited + sum(waits), _SHORTEST_S)
 
     def speed(self, left_out: Set[str]) -> float:
-        """Tokens per second without these."""
+        """Tokens per second without the drafters left out."""
         tokens, seconds = self.without(left_out)
         asked = sum([count for drafter_id, count in self.num_asked.items() if drafter_id not in left_out])
         return tokens / (seconds * (1 + _ASK * asked / self._num_rounds))
 
     def gain(self, before: Set[str], after: Set[str]) -> float:
-        """How much faster than needed the rest is without `after`, if those `before` are left out already: a factor
-        less 1."""
+        """How much faster than needed the rest is without the drafters `after`, if those `before` are left out already:
+        a factor less 1."""
         loses = self.without(after)[0] < (1 - _ASK) * self.without(before)[0]
         return self.speed(after) / (self.speed(before) * (_MUCH_BETTER if loses else _BETTER)) - 1
 
@@ -167,8 +168,8 @@ class _Absence:
 
 
 class DrafterSelection:
-    """Of one router, for all its requests. The last drafter is never left out: whether drafting pays at all is the
-    length policy's to say."""
+    """The drafter selection of one router, for all its requests. The last drafter is never left out: whether drafting
+    pays at all is the length policy's to say."""
 
     def __init__(self) -> None:
         self.exempt: set[str] = set()
@@ -181,12 +182,12 @@ class DrafterSelection:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Drafter id to one of REASONS, of those that are asked only to try them."""
+        """Drafter id to one of REASONS, of the drafters that are asked only to try them."""
         return {drafter_id: absence.reason for drafter_id, absence in self._absent.items()}
 
     def choose(self, drafter_ids: Sequence[str]) -> Sequence[str]:
-        """Whom of a request's drafters a round asks. Call it once for each round that drafts: it counts them, and may
-        name one that is left out, to try it. Where all would be left out, all are asked."""
+        """Those of a request's drafters that a round asks. Call it once for each round that drafts: it counts rounds,
+        and may name one that is left out, to try it. Where all would be left out, all are asked."""
         if not self._absent:
             return drafter_ids
         present = [drafter_id for drafter_id in drafter_ids if drafter_id not in self._absent]
@@ -199,12 +200,12 @@ class DrafterSelection:
         return present
 
     def is_trial(self, drafter_ids: Iterable[str]) -> bool:
-        """Whether a round that asked these tried one that is left out: what it waited for is no usual wait."""
+        """Whether a round that asked these drafters tried one that is left out: its wait is no usual one."""
         return bool(self._absent) and not self._absent.keys().isdisjoint(drafter_ids)
 
     def learn(self, done: SelectionRound, num_requests: int = 1) -> bool:
-        """`num_requests`: of the verify step. Returns whether learned draft times are void: others are waited for from
-        now on, or nobody knows yet whom rounds will wait for."""
+        """Learn from a round. `num_requests`: of the verify step. Returns whether learned draft times are void: other
+        drafters are waited for from now on, or it is not known yet which ones rounds will wait for."""
         if self.is_trial(done.answers):
             return self._learn_of_trial(done)
         self._rounds.append(done)
@@ -214,7 +215,7 @@ class DrafterSelection:
         return self._judge(size) or is_new
 
     def _judge(self, size: int) -> bool:
-        """Judge by what there is of a window of `size` rounds, where it is time to. Returns whether somebody was left
+        """Judge by what there is of a window of `size` rounds, where it is time to. Returns whether a drafter was left
         out."""
         count, eighth = len(self._rounds), size // 8
         if count >= size or count in (size // 4, size // 2):
@@ -233,14 +234,14 @@ class DrafterSelection:
         return bool(left)
 
     def _keep(self, drafter_ids: Set[str]) -> None:
-        """A window is over, and these stay."""
+        """A window is over, and these drafters stay."""
         for drafter_id in drafter_ids:
             if drafter_id in self._patience:
                 self._patience[drafter_id] = max(self._patience[drafter_id] // 2, _AFTER)
         self._rounds.clear()
 
     def forget(self, drafter_id: str) -> None:
-        """It is gone, or another model stands behind its name now."""
+        """The drafter is gone, or another model stands behind its name now."""
         self.num_changes += self._absent.pop(drafter_id, None) is not None
         self._patience.pop(drafter_id, None)
 
@@ -263,10 +264,11 @@ class DrafterSelection:
         return changed
 
     def _leave_out(self, played: _Played, more: float) -> frozenset[str]:
-        """Leave out whom the window was faster without, by `more` than else is enough; who they are."""
+        """Leave out the drafters without which the window was faster, by `more` than else is enough. Returns their
+        ids."""
         left = frozenset[str]()
         slowest = sorted(set(played.drafter_ids) - self.exempt, key=lambda one: (-played.mean_wait(one), one))
-        # Somebody stays.
+        # At least one drafter stays.
         fewest = int(len(slowest) == len(played.drafter_ids))
         while len(remaining := [one for one in slowest if one not in left]) > fewest:
             # One alone, or all that are as slow as one: of two that are equally slow neither is waited for alone.

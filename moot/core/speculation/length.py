@@ -1,4 +1,5 @@
-"""How many tokens to ask the drafters for: K. Durations, in seconds, are arguments; there is no clock.
+"""The speculation length K: how many tokens to ask the drafters for. Durations, in seconds, are arguments; there is no
+clock.
 
 `fixed`; `minions` (2402.15678): climb along the trend of verify time per token; `goodput` (default): the K with
 the most expected tokens per second at the present load (TurboSpec 2406.14066), 0 included. A K that is decided acts on
@@ -18,8 +19,8 @@ from moot.core.types import Verification
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What shares a verify step with this request: `num_requests` verified together, itself included, and the number
-    of tokens in the step that are not this request's.
+    """The load of a verify step, as this request sees it: `num_requests` verified together, itself included, and the
+    number of tokens in the step that are not this request's.
 
     `overhead_seconds`: of a round, spent neither drafting nor on the verifier. `num_turns`: the steps that a verifier
     which never rests takes for one round of this request; 1 where requests do not wait for it. `num_own`: of the
@@ -33,7 +34,7 @@ class Load:
     num_own: float = 1.0
 
     def moved(self, verification: Verification, num_drafted: int, usual: RoundTimes, rate: float) -> Load:
-        """Towards what a round of `num_drafted` draft tokens has shared its step with."""
+        """The load, moved towards what a round of `num_drafted` draft tokens has shared its step with."""
         rows = verification.batch_tokens - verification.batch_prefill_tokens
         others = max(rows - 1 - num_drafted, 0)
         return Load(
@@ -208,8 +209,8 @@ class PositionAcceptance:
         self._count(num_offered / sample.num_speculative_tokens)
 
     def suppose(self, like: PositionAcceptance) -> None:
-        """A round without a draft: it counts as one like those that `like`, its request, has seen. Drafts are made
-        where they are accepted; without the others the pool would tell a new request of the best requests only."""
+        """Count a round without a draft as one like those that `like`, its request, has seen. Drafts are made where
+        they are accepted; without the others the pool would tell a new request of the best requests only."""
         if self._hits:
             self._hits[0] = self._hits[0] * self._decay + like.rate(0)
             self._tried[0] = self._tried[0] * self._decay + 1.0
@@ -306,7 +307,8 @@ class Goodput(LengthPolicy):
         self._nodes_per_token += _NODES_RATE * (ratio - self._nodes_per_token)
 
     def _probe_cost(self, load: Load) -> float:
-        """In rounds at K = 0: the slower step is paid by every request in it, the drafting by this one."""
+        """Cost of a probe, in rounds at K = 0: the slower step is paid by every request in it, the drafting by this
+        one."""
         before = round(load.num_other_tokens) + 1
         nodes = max(round(self._probe_length * self._nodes_per_token), 1)
         step = self._verify_cost.seconds(before)
@@ -329,10 +331,10 @@ class Goodput(LengthPolicy):
         return result
 
     def _seconds(self, length: int, load: Load) -> float:
-        """Of a round at K = `length`. Requests that wait for the verifier come in groups, one per step: as few as let
-        each group draft while the others are verified. Of the smallest such number, or of one request each. A draft
-        that comes too late for its group's step, as durations vary, waits for one more. Whatever drafting takes of the
-        router's own time, its requests in a group wait for one after the other.
+        """Seconds of a round at K = `length`. Requests that wait for the verifier come in groups, one per step: as few
+        as let each group draft while the others are verified. Of the smallest such number, or of one request each. A
+        draft that comes too late for its group's step, as durations vary, waits for one more. Whatever drafting takes
+        of the router's own time, its requests in a group wait for one after the other.
         """
         tokens = 1 + self._nodes_per_token * length
         drafting = self._draft_cost.seconds(length)

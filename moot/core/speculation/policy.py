@@ -1,10 +1,9 @@
-"""What decides about speculation, bundled for all requests of a router: vote, shape, weights, tables, length.
+"""The speculation policy of a router and of each of its requests: vote, shape, weights, tables, length, selection.
 
-`make_policy` makes the bundle of a router, with the tables that serve all its requests; `PoolPolicy.open` makes the
-part that belongs to one request. A round reads: plan, (ask the drafters), vote, (verify, advance), learn. Nothing here
-can change a text, only its speed.
-
-What a committed round says about its proposals (which tokens were right, and how far each drafter was) goes to both.
+`make_policy` makes the policy of a router, with the tables that serve all its requests; `PoolPolicy.open` makes the
+part that belongs to one request. A round reads: plan, (ask the drafters), vote, (verify, advance), learn. What a
+committed round says about its proposals (which tokens were right, and how far each drafter was) goes to both. Nothing
+here can change a text, only its speed.
 """
 
 from __future__ import annotations
@@ -81,7 +80,8 @@ def learn_trie(
 def heard(
     answers: Mapping[str, float | None], proposals: Sequence[Proposal], committed: Verification
 ) -> dict[str, DrafterAnswer]:
-    """Per drafter that was asked, how far one of its proposals was right in a committed round, and when it was there.
+    """Answers of the drafters that were asked: how far one of its proposals was right in a committed round, and when it
+    was there.
 
     `answers`: seconds until each answer, None where it missed the vote.
     """
@@ -162,7 +162,7 @@ class RequestPolicy:
         return RoundPlan(length, budget, value)
 
     def choose(self, drafter_ids: Sequence[str]) -> Sequence[str]:
-        """Whom of the request's drafters a round that drafts asks. Called once for each."""
+        """Those of the request's drafters that a round asks. Called once for each round that drafts."""
         return drafter_ids if self._selection is None else self._selection.choose(drafter_ids)
 
     @property
@@ -170,7 +170,7 @@ class RequestPolicy:
         return self._pool.options.cascade < ALWAYS_ASK
 
     def is_expensive(self, answer_seconds: float | None) -> bool:
-        """Of a drafter whose answers usually take so long: whether it is asked only where cheaper ones are not sure."""
+        """Whether a drafter whose answers usually take so long is asked only where cheaper ones are not sure."""
         return self.has_cascade and is_expensive(answer_seconds, self._usual.total if self._usual else None)
 
     def is_sure(self, plan: RoundPlan, proposals: Sequence[Proposal]) -> bool:
@@ -222,8 +222,8 @@ class RequestPolicy:
     ) -> None:
         """Learn from a round; `verification`: as it was committed. `draft_seconds`: from asking the drafters to the
         vote; `round_seconds`: from asking to this moment, None where it is not known. `answers`: per drafter that was
-        asked the seconds until its answer, None where it missed the vote; no mapping: not known. `own_seconds`: that
-        the router itself was busy with plan, questions, vote and lessons of a round; None: not known."""
+        asked the seconds until its answer, None where it missed the vote; no mapping: not known. `own_seconds`: seconds
+        that the router itself was busy with plan, questions, vote and learning of a round; None: not known."""
         pool, token_ids = self._pool, verification.output_token_ids
         if self._next_base is not None and self._next_base != verification.base_length:
             # A session opened again has committed a token that no round has shown to the weights.
@@ -262,7 +262,7 @@ class RequestPolicy:
             self._note_own(plan.num_speculative_tokens, own_seconds, 1 / num_requests)
         drafting = draft_seconds if plan.num_speculative_tokens else 0.0
         waiting = verification.queue_us * 1e-6
-        # A round that nobody timed took what its parts took.
+        # A round that was not timed took what its parts took.
         total = drafting + waiting + forward_seconds if round_seconds is None else round_seconds
         times = RoundTimes(total, drafting, waiting, forward_seconds)
         if self._selection is not None and answers and plan.num_speculative_tokens:
@@ -299,12 +299,16 @@ _UNCALIBRATED_SCALE = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions(Options):
-    """What decides about speculation, by name and number."""
+    """The options of the speculation policy: policies by name, and numbers."""
 
-    vote: str = option("calibrated", help="how the drafters' proposals become one path", choices=tuple(POLICIES))
-    shape: str = option("tree", help="what is verified of the proposals", choices=tuple(SHAPES))
-    weights: str = option("hedge", help="how a drafter's weight moves", choices=tuple(WEIGHTS))
-    length: str = option("goodput", help="how K is chosen, the tokens asked of the drafters", choices=LENGTHS)
+    vote: str = option(
+        "calibrated", help="policy by which the drafters' proposals become one path", choices=tuple(POLICIES)
+    )
+    shape: str = option(
+        "tree", help="shape of the draft: the voted path, its siblings too, or a tree", choices=tuple(SHAPES)
+    )
+    weights: str = option("hedge", help="policy by which a drafter's weight moves", choices=tuple(WEIGHTS))
+    length: str = option("goodput", help="policy that chooses K, the tokens asked of each drafter", choices=LENGTHS)
     cascade: float = option(
         ALWAYS_ASK,
         help="part of K that the best proposal of cheap drafters must be expected to bring for expensive drafters "
@@ -314,16 +318,18 @@ class SpeculationOptions(Options):
     )
     asks: str = option(
         PAYING,
-        help="whom rounds ask: the drafters that bring more than waiting for them costs, or all",
+        help="drafters that rounds ask: those that bring more than waiting for them costs, or all",
         choices=SELECTIONS,
     )
-    num_speculative_tokens: int = option(8, help="greatest K; 0: no drafting at all", minimum=0)
-    max_draft_tokens: int = option(16, help="tokens of one draft, all branches of a tree together", minimum=0)
+    num_speculative_tokens: int = option(
+        8, help="greatest K, the tokens asked of each drafter; 0: no drafting at all", minimum=0
+    )
+    max_draft_tokens: int = option(16, help="most tokens of one draft, all branches of a tree together", minimum=0)
 
 
 @dataclass(slots=True)
 class PoolPolicy:
-    """The tables of one router."""
+    """The policy of one router, with the tables that serve all its requests."""
 
     options: SpeculationOptions
     families: dict[str, str]
@@ -375,7 +381,7 @@ class PoolPolicy:
         return Fixed(most)
 
     def budget(self, verifier_id: str) -> Budget:
-        """Of this verifier; those that no request shares are dropped."""
+        """The budget of this verifier; budgets that no request shares are dropped."""
         found = self.budgets.get(verifier_id)
         if found is None:
             self.budgets = {one: budget for one, budget in self.budgets.items() if len(budget)}

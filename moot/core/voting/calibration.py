@@ -1,4 +1,4 @@
-"""How often something is right: running hit rates with a Beta prior and decay.
+"""Calibration: running hit rates of drafters and of vote shares, with a Beta prior and decay.
 
 `Calibration`: per drafter, by bin of the confidence byte and depth. `ShareAcceptance`: for a node of the trie, by its
 share of the vote and depth. Both serve all requests of a router and are learned from committed text; nothing in the
@@ -78,7 +78,7 @@ class Calibration:
         return table
 
     def forget(self, drafter_id: str) -> None:
-        """For a drafter that is gone for good, or stands for another model now."""
+        """Drop the table of a drafter that is gone for good, or stands for another model now."""
         self._tables.pop(drafter_id, None)
 
 
@@ -117,7 +117,8 @@ class ShareAcceptance:
 
 
 class OwnAcceptance:
-    """Of one request: what its pool knows of shares, times how much more or less of that this request accepts.
+    """The acceptance of one request: what its pool knows of shares, times how much more or less of that this request
+    accepts.
 
     The factor is accepted over expected tokens of its own rounds, fading by `decay` with each depth that was reached
     towards 1, which is worth `strength` expected tokens. One request copies where another writes freely, and neither
@@ -139,7 +140,7 @@ class OwnAcceptance:
         return (self._accepted + self._strength) / (self._expected + self._strength)
 
     def rate(self, share: float, depth: int) -> float:
-        """As ShareAcceptance.rate, of this request."""
+        """Probability as of `ShareAcceptance.rate`, for this request."""
         rate = self._pool.rate(share, depth) * self.factor
         return rate if rate < 1.0 else 1.0
 

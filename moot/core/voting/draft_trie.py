@@ -1,16 +1,13 @@
-"""Which nodes of the trie are verified, and how many are worth their time.
+"""The draft trie: the proposals of one round, merged; and which of its nodes are worth verifying.
+
+Node 0 is the committed prefix. A node is a token given all tokens before it, so whatever is counted at a node is
+counted for the same prefix: votes on a position never mix texts.
 
 Shapes: `chain` (the voted path), `siblings` (the path and the losing children next to it), `tree` (the best nodes of
 the whole trie; SpecInfer 2305.09781, EAGLE-2 2406.16858). Nodes come in the order of their estimated probability of
 being reached and accepted, so every head of the order is a well-formed draft and a budget is spent by cutting it.
 
-The proposals of one round, merged into a trie.
-
-Node 0 is the committed prefix. A node is a token given all tokens before it, so whatever is counted at a node is
-counted for the same prefix: votes on a position never mix texts.
-
-One budget of draft nodes for each verifier, spent on the best nodes of all requests that share its steps.
-
+`Budget`: one budget of draft nodes for each verifier, spent on the best nodes of all requests that share its steps.
 Requests decide one after the other and wait for none. Each leaves here what its latest nodes promise, in seconds; the
 best of all, as many as pay for a slower step, go into a batch, and the least of them is the price of a node. A request
 sends its nodes that are worth the price: what others offered last stands for what they will offer to this step. The
@@ -55,7 +52,7 @@ class DraftTrie:
             self._add(proposal, len(self.drafter_ids) - 1, max_depth)
 
     def __len__(self) -> int:
-        """Nodes, the prefix not counted."""
+        """Number of nodes, the prefix not counted."""
         return len(self.token_ids) - 1
 
     def _add(self, proposal: Proposal, drafter: int, max_depth: int | None) -> None:
@@ -202,7 +199,8 @@ _LOOKS = 8
 
 
 class Budget:
-    """Of one verifier. `seconds(n)`: expected duration of a step with n tokens, never falling."""
+    """The budget of draft nodes of one verifier. `seconds(n)`: expected duration of a step with n tokens, never
+    falling."""
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self._seconds = seconds
@@ -214,7 +212,7 @@ class Budget:
         """Seconds that a node must promise to be sent."""
 
     def __len__(self) -> int:
-        """Requests that share it."""
+        """Number of requests that share the budget."""
         return len(self._offers)
 
     def spend(self, request: object, values: Sequence[float], num_requests: float) -> int:
@@ -260,5 +258,5 @@ class Budget:
             return values[-1] if count > fixed else 0.0
         if count > fixed and values[count - 1] > values[count]:
             return values[count - 1]
-        # Nobody sends what is only as good as what does not fit.
+        # No request sends nodes that are only as good as those that do not fit.
         return nextafter(values[count], inf)

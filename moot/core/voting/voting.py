@@ -1,9 +1,9 @@
-"""From proposals and weights to one draft.
+"""The vote: from proposals and weights to one draft.
 
 Minions (2402.15678) votes by weight, one number per drafter; `calibrated` by what each drafter's confidence was worth
-so far. A drafter's say counts at a node of the trie, that is on a token given its prefix. A drafter with nothing to
-say abstains: it is neither for nor against. Ties: the child proposed by the heaviest single drafter, then the lowest
-token id. Whatever wins, the target decides.
+so far. A drafter's vote counts at a node of the trie, that is on a token given its prefix. A drafter without a proposal
+abstains: it is neither for nor against. Ties: the child proposed by the heaviest single drafter, then the lowest token
+id. Whatever wins, the target decides.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Shares:
     scaled down where siblings would sum to more than 1, since one token at most is right. Siblings are ranked by all
     that is behind them: the best hit rate of each family, families combined by noisy-or. Agreement says which of two
     tokens is likelier, but drafters that read the same text are wrong together, and noisy-or as a probability would
-    spend a tree on them. Without tables, it is the weight of the drafters behind the node over that of all who voted.
+    spend a tree on them. Without tables, it is the weight of the drafters behind the node over that of all that voted.
     """
 
     __slots__ = ("_families", "_known", "_tables", "_total", "_trie", "_weights")
@@ -117,7 +117,7 @@ class Shares:
 
 
 def majority(trie: DraftTrie, shares: Shares, weights: Sequence[float]) -> list[int]:
-    """From the prefix, the child with the largest share at each depth."""
+    """The path by majority: from the prefix, the child with the largest share at each depth."""
     path: list[int] = []
     children = shares.of(PREFIX)
     while children:
@@ -170,9 +170,9 @@ class VoteResult:
     """`path`: indices into `draft` of the voted path, first token first; the rest of the draft are losers beside it.
 
     `winners[i]`: the drafters whose proposals run through the i-th token of the path. `agreement_ratio`: of the
-    drafters that voted, the part that is behind the first token of the path; None when nobody voted. `num_offered`:
-    nodes of the shape, also those that were not worth their time.
-    `expected_accepted`: sum of the nodes' estimated probabilities. `trie` and `shares` are for learning.
+    drafters that voted, the part that is behind the first token of the path; None when no drafter voted. `num_offered`:
+    nodes of the shape, also those that were not worth their time. `expected_accepted`: sum of the nodes' estimated
+    probabilities. `trie` and `shares` are for learning.
     """
 
     draft: Draft

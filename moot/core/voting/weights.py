@@ -1,8 +1,8 @@
-"""One number per drafter, and how it moves. Weights of one request sum to 1 over its drafter set.
+"""Weights: one number per drafter, and how it moves. Weights of one request sum to 1 over its drafter set.
 
 `minions` (2402.15678): the winner alone is rewarded or punished. `hedge` (default; multiplicative weights, HedgeSpec
-2510.20064): every drafter by what its own proposal would have won. `uniform`: never. They start from the pool's
-running weights and flow back into them when the request ends.
+2510.20064): every drafter by what its own proposal would have won. `uniform`: never. They start from the pool's running
+weights and flow back into them when the request ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from moot.core.types import Proposal
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """What a round says about the drafters. `token_ids`: committed by it. `winner_ids`: behind the whole voted path."""
+    """The outcome of a round for its drafters. `token_ids`: committed by it. `winner_ids`: behind the whole voted
+    path."""
 
     num_speculative_tokens: int
     proposals: Sequence[Proposal]
@@ -29,7 +30,7 @@ class Contest:
 
 
 class Weights(ABC):
-    """Weights of one request. Each is at least `floor` before normalising, so that nobody is silenced for good."""
+    """Weights of one request. Each is at least `floor` before normalising, so that no drafter is silenced for good."""
 
     def __init__(self, start: Mapping[str, float], floor: float = 0.02) -> None:
         if floor <= 0:
@@ -64,7 +65,7 @@ class Weights(ABC):
 
 
 class Uniform(Weights):
-    """Every drafter the same, whatever happens."""
+    """Equal weights, whatever happens."""
 
     def __init__(self, start: Mapping[str, float], floor: float = 0.02) -> None:
         super().__init__(dict.fromkeys(start, 1.0), floor)
@@ -74,7 +75,8 @@ class Uniform(Weights):
 
 
 class MinionsWeights(Weights):
-    """Winners only: accepted / drafted of the round at least `threshold` multiplies by `reward`, below by `penalty`."""
+    """Weights that move for winners only: accepted / drafted of the round at least `threshold` multiplies by `reward`,
+    below by `penalty`."""
 
     def __init__(
         self,
@@ -109,7 +111,8 @@ class _Open:
 
 
 class Hedge(Weights):
-    """All who proposed: w *= exp(eta * gain), gain = leading tokens of the own proposal that were committed, over K.
+    """Every drafter that proposed: w *= exp(eta * gain), gain = leading tokens of the own proposal that were committed,
+    over K.
 
     The gain of a proposal is censored where the committed text ends. A round is settled when all its gains are known,
     which takes K tokens at most. Drafters that abstained keep their weight: the others share what they had together.
@@ -219,5 +222,5 @@ class PoolWeights:
         return self._numbers.setdefault(drafter_id, self._priors.get(drafter_id, 1.0))
 
     def forget(self, drafter_id: str) -> None:
-        """It starts anew, with what it started with."""
+        """Forget a drafter: it starts anew, with what it started with."""
         self._numbers.pop(drafter_id, None)

@@ -1,8 +1,8 @@
-"""The interface of drafters that are attached to the verifier, and their kinds by name.
+"""The interface of drafters that are attached to the verifier.
 
-They see what no other drafter does: the target's hidden state behind the last committed token. They are asked once a
-step, for all its sessions together, on the thread that computes, and what they propose goes out with the answer. Like
-every proposal it may be anything: no token of the text depends on it.
+An attached drafter sees what no other drafter does: the target's hidden state behind the last committed token. It is
+asked once a step, for all the step's sessions at once, on the thread that computes, and what it proposes goes out with
+the answer. Like every proposal it may be anything: no token of the text depends on it.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class AttachedAsk:
 
 @dataclass(frozen=True, kw_only=True)
 class ChainOptions(ConfidenceOptions):
-    """What the kinds understand that propose one chain after every step."""
+    """Options of the kinds that propose one chain after every step."""
 
-    max_tokens: int = option(4, help="tokens of a chain at most", minimum=1)
+    max_tokens: int = option(4, help="most tokens of a chain", minimum=1)
 
 
 class AttachedDrafter(ABC):
-    """One drafter inside the verifier. Not thread-safe: the compute thread calls it."""
+    """One drafter attached to the verifier. Not thread-safe: the compute thread calls it."""
 
     kind: ClassVar[str]
     needs_rounds: ClassVar[bool] = False
@@ -74,12 +74,14 @@ class AttachedDrafter(ABC):
 
     @abstractmethod
     def propose(self, asks: Sequence[AttachedAsk]) -> list[list[Proposal]]:
-        """Chains per ask, best first; none: it abstains. One pass for all asks. Whatever it raises ends the drafter."""
+        """Chains per ask, best first; none: the drafter abstains. One pass for all asks. Whatever it raises ends the
+        drafter."""
 
     def guess(self, session: int, token_ids: Sequence[int], num_rows: int, depth: int) -> Guesses:
-        """What to feed beside the draft that verifies after `token_ids`: at most `num_rows` tokens, at most `depth` of
-        them on one path. Their answers come with the next ask of the session, unless the step had to do without."""
+        """Guesses to feed beside the draft that is verified after `token_ids`: at most `num_rows` tokens, at most
+        `depth` of them on one path. Their answers come with the next ask of the session, unless the step had to do
+        without."""
         return NO_GUESSES
 
     def end(self, session: int) -> None:  # noqa: B027 - most keep nothing of a session
-        """Forget what is kept of a session, known or not."""
+        """Forget what is kept of a session, whether it is known here or not."""

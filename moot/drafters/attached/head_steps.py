@@ -1,13 +1,9 @@
-"""How a recurrent head is stepped: by its own modules, or in the layout that takes the least time on this CPU.
+"""The steps of a recurrent head: by its own modules, or in the layout that takes the least time on this CPU.
 
-A step for one request does little and waits for memory, so the fast layout reads less: weights are
-bytes, and what the known tokens add to the gated layer is looked up instead of computed, since the layer's
-input is a sum over its parts.
-
-Matrix products with a weight of one byte a number, for guesses: few rows stream half the memory of bfloat16.
-
-Each output has a scale, and its numbers are multiples of it. A guess may be off by that much; what the target says must
-not, so that nothing of it is multiplied here.
+A step for one request does little and waits for memory, so the fast layout reads less. What the known tokens add to the
+gated layer is looked up instead of computed, since the layer's input is a sum over its parts. Weights are one byte a
+number: few rows stream half the memory of bfloat16. Each output has a scale, and its numbers are multiples of it. A
+guess may be off by that much; the target's own numbers must not, so none of its products is made here.
 """
 
 from __future__ import annotations
@@ -39,7 +35,8 @@ def can_multiply(dtype: torch.dtype, device: torch.device, *num_inputs: int) -> 
 
 
 class ByteProduct:
-    """x [rows, inputs] to [rows, outputs], both bfloat16; weight [outputs, inputs] as in a linear layer.
+    """A product with a weight of one byte a number: x [rows, inputs] to [rows, outputs], both bfloat16; weight
+    [outputs, inputs] as in a linear layer.
 
     Many rows are multiplied with the same numbers in bfloat16. Rows of a small product do not depend on each other.
     """
@@ -71,11 +68,11 @@ class HeadSteps(Protocol):
         """One step of states float32 [n, state], given for each the last ids, the latest first."""
 
     def logits(self, states: Tensor) -> Tensor:
-        """float32 [n, vocab + 1], the last column for all ids that the head does not know."""
+        """Logits float32 [n, vocab + 1], the last column for all ids that the head does not know."""
 
 
 class PlainSteps:
-    """As the head's own modules compute, in the dtype and on the device of `rows`."""
+    """Steps by the head's own modules, in the dtype and on the device of `rows`."""
 
     def __init__(self, head: RecurrentHead, rows: Tensor, embedding: Tensor) -> None:
         """`rows` [vocab, state]: of the target's output layer. `embedding` [ids, state]: the target's."""
@@ -91,10 +88,10 @@ class PlainSteps:
 
 
 class FastSteps:
-    """For bfloat16 on CPUs; differs from `PlainSteps` by rounding."""
+    """Steps in bfloat16 on CPUs; they differ from `PlainSteps` by rounding."""
 
     def __init__(self, head: RecurrentHead, rows: Tensor, embedding: Tensor) -> None:
-        """As of `PlainSteps`."""
+        """Arguments as of `PlainSteps`."""
         state = head.shape.state
         inward, *of_tokens = head.inward.weight.detach().split(state, 1)
         self._inward = ByteProduct(inward)
@@ -131,7 +128,7 @@ class FastSteps:
 
 
 def head_steps(head: RecurrentHead, rows: Tensor, embedding: Tensor) -> HeadSteps:
-    """The fastest there is for this dtype and device."""
+    """The fastest steps for this dtype and device."""
     if can_multiply(rows.dtype, rows.device, head.shape.state, head.shape.width):
         return FastSteps(head, rows, embedding)
     return PlainSteps(head, rows, embedding)

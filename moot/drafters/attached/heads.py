@@ -1,17 +1,15 @@
-"""A trained recurrent head on the target's last hidden state, attached to the verifier.
+"""The drafter `heads`: a trained recurrent head on the target's last hidden state, attached to the verifier.
 
 The state behind the last committed token and that token go in, and each step says one more. All sessions of a verify
-step, and all branches of each, take these steps together, so that one step of the head streams its weights once. At
-temperature > 0 tokens are drawn with the target's noise of their position.
+step, and all branches of each, take these steps in one batch, so that one step of the head streams its weights once.
+
+Tokens are chosen among a part of the vocabulary, by the target's rule and noise. Greedy rows take the highest logit.
+Sampled rows take the highest of logit / T + G, with the target's own noise G of the position, in single precision:
+enough to choose mostly what the target chooses, which is all that a draft is for. Requests with rules of their own
+(logit_bias, allowed ids, penalties, min_tokens) are drawn by the sampler itself.
 
 Confidence byte: round(255 * p), p the probability of the token in the head's own softmax, at temperature > 0 in that of
 the scores that it was drawn by, noise included.
-
-How a recurrent head chooses tokens: rows over a part of the vocabulary, drawn by the target's rule and noise.
-
-Greedy rows take the highest logit. Sampled rows take the highest of logit / T + G, with the target's own noise G of
-the position, in single precision: enough to choose mostly what the target chooses, which is all that a draft is for.
-Requests with rules of their own (logit_bias, allowed ids, penalties, min_tokens) are drawn by the sampler itself.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ that of several tokens the one that was drawn first has the highest."""
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a token is to be drawn: after `length` committed ids, with `history`, and the guessed `path`."""
+    """The place at which a token is drawn: after `length` committed ids, with `history`, and the guessed `path`."""
 
     params: SamplingParams
     history: History
@@ -100,7 +98,7 @@ class HeadDraws:
         best, columns = scores.max(1, keepdim=True) if count == 1 else scores.topk(count, 1)
         shares = shares.gather(1, columns) if is_hot else best
         if hot := [row for row, place in enumerate(places) if not place.params.is_greedy and not place.has_rules]:
-            # The noise is known: who is far ahead with it is right more often than who was likely without it.
+            # The noise is known: an id far ahead with it is right more often than one that was likely without it.
             drawn = torch.tensor(hot, device=shares.device)
             given_noise = (best[drawn] - scores[drawn].logsumexp(1, keepdim=True)).exp()
             shares = shares.index_copy(0, drawn, given_noise)
@@ -117,7 +115,7 @@ class HeadDraws:
         return found
 
     def _scores(self, known: Tensor, places: Sequence[Place]) -> Tensor:
-        """What is highest is chosen, [n, vocab]."""
+        """The scores of which the highest is chosen, [n, vocab]."""
         hot = [row for row, place in enumerate(places) if not place.params.is_greedy and not place.has_rules]
         if not hot:
             return known
@@ -131,7 +129,7 @@ class HeadDraws:
         return drawn if whole else known.index_copy(0, index, drawn)
 
     def _noise(self, places: Sequence[Place]) -> Tensor:
-        """G of every id at each place, float32 [n, vocab]."""
+        """The noise G of every id at each place, float32 [n, vocab]."""
         if self._token_ids.device.type == "cpu":
             # -log u from 1 - u, which is exact where it decides: near 0.
             rows = [one_minus_uniform(one.params.seed, one.position, self._token_ids) for one in places]
@@ -141,7 +139,8 @@ class HeadDraws:
         return gumbel_rows(keys[:, :1], keys[:, 1:], self._token_ids[None]).float()
 
     def _filtered(self, scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-        """-inf where top_k, top_p or min_p leaves an id out; `scaled` [n, vocab], the highest of each row 0."""
+        """`scaled` with -inf where top_k, top_p or min_p leaves an id out; `scaled` [n, vocab], the highest of each row
+        0."""
         floors = [math.log(one.min_p) if one.min_p > 0 else MASKED for one in params]
         floor = torch.tensor(floors, device=scaled.device)[:, None]
         most = max((min(one.top_k, scaled.shape[1]) for one in params), default=0)
@@ -192,9 +191,13 @@ def _lowest_of_top(values: Tensor, scaled: Tensor, params: Sequence[SamplingPara
 @dataclass(frozen=True, kw_only=True)
 class HeadsOptions(ChainOptions):
     path: str = option(help="folder of a head, as `moot train --kind heads` writes it")
-    rows: int = option(4096, help="most frequent ids that are guessed at all; 0: as many as the head knows", minimum=0)
+    rows: int = option(
+        4096, help="number of ids that are guessed, the most frequent ones; 0: all that the head knows", minimum=0
+    )
     min_confidence: float = option_of(
-        ChainOptions, "min_confidence", help="a chain ends before a token less probable than this, all before it too"
+        ChainOptions,
+        "min_confidence",
+        help="a chain ends before the token with which its probability as a whole falls below this",
     )
     draws: str = option_of(DraftModelOptions, "draws")
 
@@ -211,7 +214,8 @@ class _Row:
     """Probability of the whole path, by the head."""
 
     def last_ids(self, count: int) -> list[int]:
-        """The latest first; before the begin of the text its first id again, as in training."""
+        """The last ids of the chain, the latest first; before the begin of the text its first id again, as in
+        training."""
         ids, length = self.ask.token_ids, len(self.ask.token_ids)
         latest = self.path[: -count - 1 : -1]
         return latest + [ids[max(0, length - 1 - back)] for back in range(count - len(latest))]
@@ -267,8 +271,8 @@ class HeadsDrafter(AttachedDrafter):
     def _lengthen(
         self, rows: Sequence[_Row], states: Tensor, chains: dict[int, list[_Row]]
     ) -> tuple[list[_Row], list[int]]:
-        """Every row by one token, a first row by as many rows as its ask has chains. Returns the rows that go on, and
-        for each the index of its state."""
+        """Lengthen every row by one token, a first row by as many rows as its ask has chains. Returns the rows that go
+        on, and for each the index of its state."""
         logits = self._steps.logits(states)
         places = [Place(row.ask.params, row.ask.history, len(row.ask.token_ids), tuple(row.path)) for row in rows]
         widths = [1 if row.path else row.ask.width for row in rows]

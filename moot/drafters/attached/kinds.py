@@ -15,7 +15,8 @@ from moot.model.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class AttachedKind:
-    """`options`: closed, like those of every kind. `build(drafter_id, options, runner)`."""
+    """An attached kind as the registry knows it. `options`: closed, like those of every kind. `build(drafter_id,
+    options, runner)`."""
 
     name: str
     options: type[Any]
@@ -23,7 +24,7 @@ class AttachedKind:
 
 
 def load_attached_kind(kind: str) -> AttachedKind:
-    """Raises ConfigError naming the known kinds."""
+    """The kind of this name, loaded. Raises ConfigError naming the known kinds."""
     if kind == "heads":
         from moot.drafters.attached.heads import HeadsDrafter, HeadsOptions
 
@@ -42,5 +43,6 @@ def create_attached(entry: DrafterEntry, runner: ModelRunner) -> AttachedDrafter
 
 
 def create_all_attached(entries: Sequence[str], flag: str, runner: ModelRunner) -> list[AttachedDrafter]:
-    """Of `[id=]kind[:option=value]...` entries. Raises ConfigError, as `create_attached` and `parse_entries` do."""
+    """The attached drafters of `[id=]kind[:option=value]...` entries. Raises ConfigError, as `create_attached` and
+    `parse_entries` do."""
     return [create_attached(entry, runner) for entry in parse_entries(entries, flag)]

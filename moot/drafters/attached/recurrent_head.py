@@ -63,14 +63,14 @@ class RecurrentHead(nn.Module):
         return states + change.to(states.dtype)
 
     def logits(self, states: Tensor, rows: Tensor) -> Tensor:
-        """float32 [n, vocab + 1], the last column for all other ids. rows [vocab, state]: the target's, of
+        """Logits float32 [n, vocab + 1], the last column for all other ids. rows [vocab, state]: the target's, of
         `token_ids`."""
         known = functional.linear(states.to(rows.dtype), rows).float()
         other = states.float() @ self.other.float()
         return torch.cat((known, other[:, None]), 1) + self.bias.float()
 
     def chosen(self, columns: Tensor) -> RecurrentHead:
-        """A head of its own that guesses the ids of `columns` alone, int64 [n], in their order."""
+        """A separate head that guesses the ids of `columns` alone, int64 [n], in their order."""
         shape = replace(self.shape, vocab=len(columns))
         head = RecurrentHead(shape, self.get_buffer("token_ids")[columns].clone())
         weights = {name: value.detach() for name, value in self.named_parameters()}
@@ -104,10 +104,11 @@ class RecurrentHead(nn.Module):
 
 
 def rms(x: Tensor) -> Tensor:
-    """Scaled to a mean square of 1, float32."""
+    """The input scaled to a mean square of 1, float32."""
     return functional.rms_norm(x.float(), x.shape[-1:], None, _EPSILON)
 
 
 def embed(embedding: Tensor, token_ids: Tensor) -> Tensor:
-    """token_ids [n, tokens], the latest first; embedding [ids, state]. Returns [n, tokens * state], its dtype."""
+    """Embeddings of the last tokens, as input of a step. token_ids [n, tokens], the latest first; embedding [ids,
+    state]. Returns [n, tokens * state], its dtype."""
     return rms(functional.embedding(token_ids, embedding)).to(embedding.dtype).flatten(1)

@@ -3,8 +3,9 @@
 The array sorts all positions by the tokens *before* them, read backwards: places after the same suffix lie side by
 side, and among them the token before that suffix ascends. So the longest suffix of a prefix that occurs in the texts is
 found token by token, each narrowing the range, until none is left.
-A folder: `tokens.npy` [n] uint32 (texts one after another, a separator before each and after the last),
-`order.npy` [positions] uint32 and `meta.json`.
+
+A folder: `tokens.npy` [n] uint32 (texts one after another, a separator before each and after the last), `order.npy`
+[positions] uint32 and `meta.json`.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Datastore:
         # Single numbers come out of a memoryview several times faster than out of a mapped array.
         self._token_at, self._order_at = memoryview(self._tokens), memoryview(self._order)
         self._ranges: dict[int, tuple[int, int]] = {}
-        """Of suffixes of one token, as they are asked for."""
+        """Ranges of suffixes of one token, kept as they are asked for."""
         self._common: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[float, ...]]] = {}
         """By the range of a match and the number of ids."""
 
@@ -148,8 +149,8 @@ class Datastore:
         return first, last, length
 
     def _narrowed(self, first: int, last: int, length: int, token: int) -> tuple[int, int]:
-        """Of the places `first` to `last`, which have `length` tokens before them in common, those with `token` before
-        these."""
+        """Those of the places `first` to `last`, which have `length` tokens before them in common, that have `token`
+        before these."""
         if token == SEPARATOR:
             return first, first
         if length == 0:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 def occurrences(
     text: NDArray[np.uint32], tail: Sequence[int], keep: NDArray[np.bool_] | None = None
 ) -> list[NDArray[np.intp]]:
-    """Entry n - 1: the indices of `text`, rising, behind each occurrence of the last n ids of `tail`.
+    """Places behind the occurrences of the end of `tail`. Entry n - 1: the indices of `text`, rising, behind each
+    occurrence of its last n ids.
 
     For n = 1, 2, ... as long as there is one. An index may be len(text): nothing follows there. `keep` [len(text)]:
     looks only at occurrences whose last id stands where it is true.

@@ -1,12 +1,11 @@
-"""Back-off n-grams: the most frequent follower of the longest context that was ever seen (Katz 1987, no discount).
+"""The drafter `ngram`: the most frequent follower of the longest context that was ever seen (Katz 1987, no discount).
 
-With a table (built from texts, best from the target's own) the counts are its; without one they are learned online
-from the last `max_indexed_tokens` of prompt + output. Chains take the most frequent follower again and again.
+`NgramTable` holds counts of what follows each context of 1 to 3 tokens, as sorted arrays: built from texts, best from
+the target's own, and saved as one npz file. Without a table, counts are learned online from the last
+`max_indexed_tokens` of prompt + output. Chains take the most frequent follower again and again.
 
 Confidence byte: 64 * n + floor(63 * count / (total + 1)): n the length of the context that was found, `count` of
 `total` occurrences went on so; the added one keeps a context seen once from looking certain.
-
-Counts of what follows each context of 1 to 3 tokens, as sorted arrays: built from texts, saved as one npz file.
 """
 
 from __future__ import annotations
@@ -178,7 +177,7 @@ class NgramOptions(IndexingOptions):
     max_order: int = option(3, help="longest context, in tokens", minimum=1, maximum=MAX_ORDER)
     min_order: int = option(1, help="shortest context, in tokens", minimum=1)
     max_indexed_tokens: int = option_of(
-        IndexingOptions, "max_indexed_tokens", help="online counts are of at most this many last tokens"
+        IndexingOptions, "max_indexed_tokens", help="last tokens that online counts are made of, at most"
     )
 
     def check_together(self) -> None:
@@ -191,7 +190,7 @@ _ID_BITS = 32
 
 @dataclass(slots=True)
 class _Followers:
-    """Of a context that was seen more than once."""
+    """Followers of a context that was seen more than once."""
 
     counts: dict[int, int] = field(default_factory=dict)
     best: int = -1
@@ -311,7 +310,7 @@ class NgramDrafter(ModelFreeDrafter[NgramSession]):
 
 
 def _key(context: Sequence[int]) -> int:
-    """The ids below a leading one, so that contexts of different lengths are different numbers."""
+    """The ids packed below a leading one, so that contexts of different lengths are different numbers."""
     key = 1
     for token in context:
         key = (key << _ID_BITS) | token

@@ -1,4 +1,4 @@
-"""Prompt lookup decoding (Saxena 2023): what followed the last n tokens when they were seen before.
+"""The drafter `prompt_lookup` (Saxena 2023): what followed the last n tokens when they were seen before.
 
 The longest n-gram from `max_ngram` down to `min_ngram` that occurred earlier wins; among its occurrences, the most
 recent. A copy that reaches the end of the prefix goes on from what it has copied, so a loop yields K tokens.

@@ -1,9 +1,9 @@
-"""Token recycling (arXiv 2408.08696): each token remembers what the target last thought might come after it.
+"""The drafter `recycling` (arXiv 2408.08696): each token remembers what the target last thought might come after it.
 
-The row of a token: the id that was committed after it most recently, then the target's other candidates there (when
-the router passes them on), most likely first. A chain follows first entries; further chains start from further
-entries. Prompt bigrams fill the table at first. A table shared by all sessions of the process (`shared_rows`) is a
-fall-back for tokens that the session has not seen; with it, proposals depend on other requests (the text never does).
+The row of a token: the id that was committed after it most recently, then the target's other candidates there (when the
+router passes them on), most likely first. A chain follows first entries; further chains start from further entries.
+Prompt bigrams fill the table at first. A table shared by all sessions of the process (`shared_rows`) is a fall-back for
+tokens that the session has not seen; with it, proposals depend on other requests (the text never does).
 
 Confidence byte: 32 * streak + 4 * (7 - rank): the streak (at most 7) counts how often in a row the first entry was
 confirmed, rank is the entry's place in the row. Entries of the shared table: streak 0.
@@ -26,7 +26,9 @@ MAX_CANDIDATES = 8
 class RecyclingOptions(DrafterOptions):
     num_candidates: int = option(MAX_CANDIDATES, help="entries kept per token", minimum=1, maximum=MAX_CANDIDATES)
     shared_rows: int = option(
-        0, help="rows of a table shared by all sessions, least recently used out first; 0: none", minimum=0
+        0,
+        help="rows of a table shared by all sessions, the least recently used dropped first; 0: no such table",
+        minimum=0,
     )
 
 

@@ -1,15 +1,15 @@
-"""Suffix matching (SuffixDecoding, arXiv 2411.04975; REST, arXiv 2311.08252): what followed the longest match.
+"""The drafter `suffix` (SuffixDecoding, arXiv 2411.04975; REST, arXiv 2311.08252): what followed the longest match.
 
-Own text: a suffix automaton over the last `max_indexed_tokens` of prompt + output. Where the shared datastore knows a
-longer suffix of the prefix than the own text does, its continuation is the proposal (else the next alternative).
+Own text: an online suffix automaton over the last `max_indexed_tokens` of prompt + output, which has the longest
+earlier match of the text's end in constant time. Where the shared datastore knows a longer suffix of the prefix than
+the own text does, its continuation is the proposal (else the next alternative).
+
+The automaton's construction is after Blumer et al. (1985). State 0 is the empty string. A state stands for all strings
+with the same set of end positions; `length` is that of the longest, `link` leads to the longest suffix with more end
+positions.
 
 Confidence byte: 16 * level + floor(15 * share). Level 0 to 7 grows with the match length (1, 2, 3, 4, 5, 7, 10, 16
 tokens and more); the own text's levels are 8 higher. Share: the part of the match's occurrences that went on so.
-
-An online suffix automaton over token ids: the longest earlier match of the text's end in constant time.
-
-Construction after Blumer et al. (1985). State 0 is the empty string. A state stands for all strings with the same
-set of end positions; `length` is that of the longest, `link` leads to the longest suffix with more end positions.
 """
 
 from __future__ import annotations

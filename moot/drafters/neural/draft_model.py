@@ -1,10 +1,9 @@
-"""What the kinds with a draft model of their own share: options, sessions that follow commits, limits, warming.
+"""The base of kinds with a draft model: options, sessions that follow commits, limits, warming, and their noise.
 
-With which noise a drafter that has a distribution draws its tokens at temperature > 0.
-
-Coupled: with the target's own noise, so that both draw the same token where their distributions agree (Daliri, Musco,
-Suresh, arXiv 2408.07978). The other two are there to be compared with: independent noise is a draft sampled as usual,
-greedy takes the likeliest token. A draft decides nothing, so the text is the same with each.
+`draws` names the noise with which a drafter that has a distribution draws its tokens at temperature > 0. Coupled: the
+target's own noise, so that both draw the same token where their distributions agree (Daliri, Musco, Suresh, arXiv
+2408.07978). The other two are there for comparison: independent noise is a draft sampled as usual, greedy takes the
+likeliest token. A draft decides nothing, so the text is the same with each.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ GREEDY = "greedy"
 DRAWS = (COUPLED, INDEPENDENT, GREEDY)
 
 _NO_CHOICE = 1 << 32
-"""No request has as many choices: the seed of this one is nobody else's."""
+"""No request has as many choices: no other choice has the seed of this one."""
 
 
 def drafting_params(params: SamplingParams, draws: str) -> SamplingParams:
-    """What a drafter draws with for a request with `params`; `draws`: one of DRAWS."""
+    """The parameters that a drafter draws with for a request with `params`; `draws`: one of DRAWS."""
     if draws == COUPLED or params.is_greedy:
         return params
     if draws == GREEDY:
@@ -46,7 +45,7 @@ def drafting_params(params: SamplingParams, draws: str) -> SamplingParams:
 class DraftModelOptions(ConfidenceOptions):
     vocab_size: int = option(0, help="size of the tokenizer's vocabulary; 0: the model's own tokenizer's", minimum=0)
     context_limit: int = option(
-        0, help="prefix length past which the drafter abstains; 0: the model's limit", minimum=0
+        0, help="prefix length in tokens past which the drafter abstains; 0: the model's limit", minimum=0
     )
     model: str = option(help="folder or hub id of a causal language model")
     revision: str | None = option(None, help="revision of a hub model")
@@ -55,8 +54,10 @@ class DraftModelOptions(ConfidenceOptions):
     num_threads: int | None = option_of(TorchOptions, "num_threads")
     kv_capacity_tokens: int = option(65_536, help="tokens of KV cache for all sessions together", minimum=1)
     batch_invariant: bool = option(False, help="proposals that do not depend on batch-mates, bit by bit (slower)")
-    draws: str = option(COUPLED, help="at temperature > 0: the target's noise, other noise, or none", choices=DRAWS)
-    prefill_chunk: int = option(256, help="tokens of one session fed in one forward", minimum=1)
+    draws: str = option(
+        COUPLED, help="noise of sampling at temperature > 0: the target's, other noise, or none", choices=DRAWS
+    )
+    prefill_chunk: int = option(256, help="most tokens of one session that are read in one forward pass", minimum=1)
 
     def load(self) -> LoadedModel:
         """The model that is named. Raises ModelRefused or ConfigError."""
@@ -64,7 +65,8 @@ class DraftModelOptions(ConfidenceOptions):
 
 
 class DraftModelDrafter(Drafter[NeuralSession]):
-    """A kind adds how it drafts: `propose`. `loaded`: what drafts; of its embeddings the first `num_ids` are ids'."""
+    """Base of kinds with a draft model; a kind adds how it drafts: `propose`. `loaded`: what drafts; of its embeddings
+    the first `num_ids` are ids'."""
 
     def __init__(self, options: DraftModelOptions, loaded: LoadedModel, num_ids: int) -> None:
         info = loaded.info

@@ -1,9 +1,9 @@
-"""A draft model: any causal language model with the target's tokenizer.
+"""The drafter `neural`: a draft model, which is any causal language model with the target's tokenizer.
 
 All asks share one ragged forward per drafted token. A session's KV cache holds a beginning of prefix + drafted path;
 committed ids that leave the path crop it to their longest common prefix, so only what is new is computed. What was
-drafted and then committed by others is not drafted again: asking a second time for more tokens goes on where the
-first ended. At temperature > 0 tokens are drawn with the target's noise.
+drafted and then committed, on whichever drafter's proposal, is not drafted again: asking a second time for more tokens
+goes on where the first ended. At temperature > 0 tokens are drawn with the target's noise.
 
 Confidence byte: round(255 * p), p the probability of the token in the draft model's own softmax.
 """
@@ -28,14 +28,14 @@ from moot.drafters.neural.stepwise import NeuralDrafting, num_likely
 class NeuralOptions(DraftModelOptions):
     min_chain_confidence: float = option(
         0.0,
-        help="a proposal ends before the token with which it gets, as a whole, less probable than this",
+        help="a proposal ends before the token with which its probability as a whole falls below this",
         minimum=0,
         maximum=1,
     )
     stages: str = option(
-        "", help="cheaper drafters that guess what this one then looks at: kind[~option=value]...[+kind...]"
+        "", help="cheaper drafters whose guesses the draft model checks: kind[~option=value]...[+kind...]"
     )
-    stage_tokens: int = option(8, help="tokens guessed for one forward at most", minimum=1)
+    stage_tokens: int = option(8, help="most tokens guessed for one forward pass", minimum=1)
 
 
 class NeuralDrafter(DraftModelDrafter):
@@ -99,7 +99,7 @@ class NeuralDrafter(DraftModelDrafter):
         return answers
 
     def after(self, asks: Sequence[PathAsk[NeuralSession]]) -> list[tuple[int, ...]]:
-        """What is drafted after a path that was asked for before goes on where that ended."""
+        """Ids after a path; after one that was asked for before, drafting goes on where that ended."""
         answers: list[tuple[int, ...]] = [()] * len(asks)
         known = [index for index, ask in enumerate(asks) if max(ask.path, default=0) < self._num_embeddings]
         for index in known:
@@ -111,7 +111,7 @@ class NeuralDrafter(DraftModelDrafter):
         return answers
 
     def warm(self, session: NeuralSession) -> bool:
-        """As every draft model; then let the stage do the like."""
+        """Warm as every draft model does; then let the stage do the like."""
         if super().warm(session):
             return True
         return self._stage is not None and self._stage.drafter.warm(session.stage)

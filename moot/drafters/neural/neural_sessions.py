@@ -1,6 +1,7 @@
-"""What a draft model keeps of one request: its prefix, the path drafted after it, and the cache of both.
+"""Sessions of a draft model, and the feed that runs them.
 
-Feeds the sessions of a draft model together, through a KV cache that may not have room for all of them.
+`NeuralSession`: of one request the prefix, the path drafted after it, and the cache of both. `SessionFeed` feeds all
+sessions of a draft model in batches, through a KV cache that may not have room for all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Drafted = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class NeuralSession:
-    """Invariant: the cache holds the KV of the first `cache.length` ids of `tokens` + the ids of `ahead`."""
+    """One request on the draft model. Invariant: the cache holds the KV of the first `cache.length` ids of `tokens` +
+    the ids of `ahead`."""
 
     params: SamplingParams
     cache: KvCache
@@ -120,7 +122,7 @@ class NeuralSession:
 
 
 class SessionFeed:
-    """All open sessions of one runner. `chunk`: ids of one session fed in one forward."""
+    """The feed of all open sessions of one runner. `chunk`: ids of one session fed in one forward."""
 
     def __init__(self, runner: ModelRunner, chunk: int) -> None:
         self._runner = runner
@@ -132,7 +134,7 @@ class SessionFeed:
         self._sessions[id(session)] = session
 
     def use(self, session: NeuralSession) -> None:
-        """It is asked for: its cache goes last."""
+        """Note that the session is asked for: its cache is the last to go."""
         self._sessions[id(session)] = self._sessions.pop(id(session))
 
     def remove(self, session: NeuralSession) -> None:

@@ -1,9 +1,8 @@
-"""Cheaper drafters that a draft model is fed by (staged speculative decoding, arXiv 2308.04623).
+"""Stages: cheaper drafters that feed a draft model (staged speculative decoding, arXiv 2308.04623).
 
-A stage guesses what comes next; the draft model looks at the guess in one forward and goes along with it by its own
-sample-and-match walk, as the target does with a draft. What comes out is what it would have drafted alone.
-
-The cheaper stage of a draft model: what it guesses for each session, as far as there is room to look at it.
+A stage guesses what comes next for each session, as far as there is room to look at the guess; the draft model looks at
+it in one forward and goes along with it by its own sample-and-match walk, as the target does with a draft. What comes
+out is what the draft model would have drafted alone.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class GuessingStage:
         self._pool = pool
 
     def guesses(self, sessions: Sequence[NeuralSession]) -> list[tuple[int, ...]]:
-        """For each session ids that may follow its path; often none."""
+        """Guesses: for each session ids that may follow its path; often none."""
         asks: list[PathAsk[Any]] = []
         asking: list[int] = []
         free = self._pool.free_tokens
@@ -57,7 +56,7 @@ class GuessingStage:
 
 
 class FirstOf(Drafter[tuple[Any, Any]]):
-    """What `first` says, or where it abstains, what `other` says."""
+    """Two stages as one: the guess of `first`, or where it abstains, that of `other`."""
 
     kind = "first_of"
 

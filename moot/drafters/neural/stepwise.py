@@ -1,4 +1,5 @@
-"""How a draft model drafts: chains, a token or a guess a forward for all sessions together, and branches as trees."""
+"""Stepwise drafting of a draft model: chains, a token or a guess a forward for all sessions at once, and branches as
+trees."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ _NOTHING = -1
 
 
 class NeuralDrafting:
-    """`min_confidence`: a path ends before a token less probable. `sharpen`: multiplies the logits that are sampled.
+    """Drafting by steps. `min_confidence`: a path ends before a token less probable. `sharpen`: multiplies the logits
+    that are sampled.
 
-    `stage`: who guesses what comes next, so that one forward may lengthen a path by several tokens. `least`: a path
-    that is less probable than this as a whole is not lengthened.
+    `stage`: guesses what comes next, so that one forward may lengthen a path by several tokens. `least`: a path that is
+    less probable than this as a whole is not lengthened.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class NeuralDrafting:
         return paths
 
     def _lengthen(self, logits: Tensor, sessions: Sequence[NeuralSession]) -> None:
-        """Each session's path by one token, or stop it. `logits`: [len(sessions), vocab]."""
+        """Lengthen each session's path by one token, or stop it. `logits`: [len(sessions), vocab]."""
         drafted = self._next([(session, session.ahead) for session in sessions], logits)
         for session, entry in zip(sessions, drafted, strict=True):
             if entry is not None:

@@ -1,10 +1,10 @@
-"""The answer that the client expects, as a draft (OpenAI's `prediction`; aggressive decoding, arXiv 2106.04970).
+"""The drafter `prediction`: the answer that the client expects, as a draft.
 
-The output is followed through the prediction token by token. Where they part, the output is looked for anew: the last
-n ids of it, the longest n that occurs behind the last sure place, at the occurrence nearest to that place; without
-any, a run of two or more ids before it. Until something is found it goes on as though every id written since that
-place had replaced one. A place is sure once `_SURE` ids in a row were equal, so that a word found by chance does not
-lose the true place.
+OpenAI's `prediction`; aggressive decoding, arXiv 2106.04970. The output is followed through the prediction token by
+token. Where they part, the output is looked for anew: the last n ids of it, the longest n that occurs behind the last
+sure place, at the occurrence nearest to that place; without any, a run of two or more ids before it. Until something is
+found it goes on as though every id written since that place had replaced one. A place is sure once `_SURE` ids in a row
+were equal, so that a word found by chance does not lose the true place.
 
 Confidence byte: 32 * level - 1, level 0 to 8 by the ids in a row that were equal up to here (0: nothing was found).
 """
@@ -32,7 +32,9 @@ _LEAST_BACKWARD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionOptions(DrafterOptions):
-    max_match: int = option(16, help="most ids of the output that are looked for after an edit", minimum=1)
+    max_match: int = option(
+        16, help="most last tokens of the output that are searched for in the prediction after an edit", minimum=1
+    )
 
 
 @dataclass(slots=True)
@@ -97,7 +99,7 @@ class PredictionDrafter(ModelFreeDrafter[PredictionSession]):
             session.sure, session.since = session.place, 0
 
     def _found_again(self, session: PredictionSession) -> tuple[int, int]:
-        """Place and run after an id that was not expected."""
+        """The place in the prediction, and the run of equal ids, after an id that was not expected."""
         found = occurrences(session.ids, session.tail) if session.text else []
         for size in range(len(found), 0, -1):
             behind = np.searchsorted(found[size - 1], session.sure, "right")

@@ -1,8 +1,8 @@
-"""What the other choices of the same prompt say (n > 1): the same target wrote them, so they are its own words.
+"""The drafter `sibling`: what the other choices of the same prompt say (n > 1), since the same target wrote them.
 
 The last ids of a choice's output (and of the prompt before it) are looked for in the others, the longest match first;
-of its occurrences, the most frequent continuation is proposed, id by id. At temperature 0, where all choices are
-equal, whoever is behind copies from whoever is ahead.
+of its occurrences, the most frequent continuation is proposed, id by id. At temperature 0, where all choices are equal,
+a choice that is behind copies from one that is ahead.
 
 Confidence byte: 16 * level + floor(15 * share), as the suffix kind's: level by the match's length, share the part of
 the occurrences left that went on so.
@@ -27,7 +27,7 @@ from moot.drafters.request.siblings import SEPARATOR, Siblings
 @dataclass(frozen=True, kw_only=True)
 class SiblingOptions(DrafterOptions):
     max_match: int = option_of(
-        PredictionOptions, "max_match", help="most ids of a choice's end that are looked for in the others"
+        PredictionOptions, "max_match", help="most last tokens of a choice that are searched for in the other choices"
     )
     min_match: int = option_of(SuffixOptions, "min_match")
 

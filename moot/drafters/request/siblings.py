@@ -42,13 +42,14 @@ class Siblings:
         self._lengths[choice] = end - 1
 
     def tokens(self, choice: int, limit: int) -> list[int]:
-        """The last `limit` ids of its row."""
+        """The last `limit` ids of a choice's row."""
         end = self._lengths[choice] + 1
         last: list[int] = self._rows[choice, max(end - limit, 1) : end].tolist()
         return last
 
     def followers(self, choice: int, max_match: int) -> list[NDArray[np.intp]]:
-        """Entry n - 1: where the texts of the others go on after the last n ids of this one's. Indices for `ids_at`."""
+        """Places where the other choices' texts go on. Entry n - 1: after the last n ids of this choice's. Indices for
+        `ids_at`."""
         tail = self.tokens(choice, max_match)
         if not tail:
             return []

@@ -138,7 +138,7 @@ class SequenceCache(KvCache):
         self.pending = None
 
     def _move(self, num_slots: int) -> None:
-        """Into new memory, zeros but for the committed slots. The old memory is nobody's afterwards.
+        """Move into new memory, zeros but for the committed slots. The old memory is free afterwards.
 
         Raises what the allocator does; then nothing has changed. Fault point: `kv.allocate=memory:SLOTS` (for more).
         """

@@ -1,6 +1,6 @@
-"""The KV cache of one sequence as steps and sessions see it, wherever its numbers lie: which tokens it holds.
+"""The KV cache of one sequence as steps and sessions see it: which tokens it holds, wherever their numbers lie.
 
-Trees of tokens as rows of a step: each token names the index of its parent, which comes before it, or ROOT.
+Tokens of a step may form a tree: each token names the index of its parent, which comes before it, or ROOT.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moot.core.types import ROOT
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """Raises ValueError where a parent does not come before its child."""
+    """Depth of each token in the tree. Raises ValueError where a parent does not come before its child."""
     depths: list[int] = []
     for index, parent in enumerate(parents):
         if not ROOT <= parent < index:
@@ -138,4 +138,4 @@ class KvCache(ABC):
 
     @abstractmethod
     def _write(self, block: Tensor) -> None:
-        """Into the slots after the committed ones, which are there."""
+        """Write into the slots after the committed ones, which are there."""

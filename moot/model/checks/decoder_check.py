@@ -1,5 +1,7 @@
-"""Batch-invariant mode of a decoder: how many rows its products, attention and element-wise parts may have in a
-call."""
+"""The check behind a decoder's batch-invariant mode: row counts under which its parts round alike.
+
+It finds how many rows a decoder's products, attention and element-wise parts may have in a call.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def _product_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> I
 
 
 def _row_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> Iterator[Case]:
-    """Norms, rotation and activation: nothing here can be made to cancel, and rows are few enough to try them all."""
+    """Cases of norms, rotation and activation: nothing here can be made to cancel, and rows are few enough to try them
+    all."""
     weights = decoder.weights
     heads, layer = weights.heads, weights.layers[0]
     half = torch.randn(TILE_ROWS, weights.last_norm.width, generator=generator).bfloat16()
@@ -80,7 +83,8 @@ def _of_rows(function: Callable[[Tensor], Tensor], rows: Tensor) -> Callable[[Te
 
 
 def _attention_cases(heads: HeadShape, context_limit: int, generator: torch.Generator) -> Iterator[Case]:
-    """For every number of slots that is attended to by products, and one of the fused call's if there are more."""
+    """Cases of attention: for every number of slots that is attended to by products, and one of the fused call's if
+    there are more."""
     longest = round_up(context_limit, SPAN_SLOTS)
     lengths = [*range(SPAN_SLOTS, min(longest, PRODUCT_SLOTS) + 1, SPAN_SLOTS)]
     for slots in [*lengths, *([PRODUCT_SLOTS + SPAN_SLOTS] if longest > PRODUCT_SLOTS else [])]:

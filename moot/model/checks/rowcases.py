@@ -1,8 +1,8 @@
-"""The check behind batch-invariant mode: the same rows in different company, compared bit by bit.
+"""Cases for the checks behind batch-invariant mode: the same rows beside other rows, compared bit by bit.
 
 Rounding that differs in the last bits of a float32 sum is mostly hidden when the result is rounded to bfloat16, and
-then shows once in ten thousand tokens. So the inputs here are made to cancel: every sum is exactly zero, and what
-comes out is nothing but the rounding of its partial sums. Any difference in their order shows in most elements.
+then shows once in ten thousand tokens. So the inputs here are made to cancel: every sum is exactly zero, and what comes
+out is nothing but the rounding of its partial sums. Any difference in their order shows in most elements.
 """
 
 from __future__ import annotations

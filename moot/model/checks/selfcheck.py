@@ -1,4 +1,4 @@
-"""The check behind batch-invariant mode: which paddings make rows round alike here, found out bit by bit."""
+"""The check behind batch-invariant mode: which paddings make rows round alike on this machine, found bit by bit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def find_rules(loaded: LoadedModel) -> RowRules:
 
 
 def check_passes(runner: ModelRunner) -> None:
-    """Compare whole passes in different chunks, and as a tree: covers what is checked nowhere else.
+    """Compare whole passes in different chunks, and as a tree: this covers what no other check does.
 
     Raises ConfigError."""
     limit = min(_PASS_TOKENS, runner.info.context_limit)

@@ -29,7 +29,8 @@ Pack = Callable[..., Product]
 def build_decoder(
     model: Any, shape: KvShape, arguments: Mapping[int, AttentionArguments], kernels: Kernels | None = None
 ) -> Decoder | None:
-    """`arguments`: what each layer's attention was called with. The model keeps its weights: see `release`."""
+    """The decoder of a model, None where its layers are not known. `arguments`: what each layer's attention was called
+    with. The model keeps its weights: see `release`."""
     config = model.config
     if shape.dtype is not torch.bfloat16 or shape.device.type != "cpu":
         return None

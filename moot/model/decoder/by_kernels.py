@@ -1,6 +1,6 @@
-"""A decoder's layers by compiled kernels, one call for each.
+"""A decoder's layers by compiled kernels, one call for each layer.
 
-What the kernels must know of a step: where each row's keys and values lie, and what it attends to.
+`StepPlan` tells the kernels of a step where each row's keys and values lie, and what it attends to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SLOTS = 16
 
 
 class StepPlan:
-    """Of one step, for all its layers.
+    """The plan of one step, for all its layers.
 
     step_rows: rows of the step, padding included, whose results are zeros. turns: float32 [step_rows, dim], cosine and
     sine of each pair in turn.
@@ -100,7 +100,7 @@ def kernels_suit(heads: HeadShape, width: int, inner: int) -> bool:
 
 
 class KernelLayers:
-    """Of weights whose products are the kernels'."""
+    """The layers of a decoder whose weights lie as the kernels need them."""
 
     def __init__(self, kernels: Kernels, weights: DecoderWeights) -> None:
         self._kernels = kernels
@@ -109,8 +109,8 @@ class KernelLayers:
         self._last_norm = _c_norm(weights.last_norm)
 
     def run(self, hidden: Tensor, positions: Sequence[int], step: Step, layers: Sequence[int]) -> Tensor:
-        """hidden: the residual stream, float32 [rows, width], written to. Returns what the last norm makes of it after
-        the last layer, bfloat16 of that shape."""
+        """hidden: the residual stream, float32 [rows, width], written to. Returns the hidden rows after all layers and
+        the last norm, bfloat16 of that shape."""
         weights, (rows, width) = self._weights, hidden.shape
         turns = torch.view_as_real(weights.rotary.at(positions)).reshape(rows, -1)
         plan = StepPlan(step, rows, turns, weights.heads)

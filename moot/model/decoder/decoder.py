@@ -1,6 +1,6 @@
 """The forward pass of a decoder: embedding, layers, output.
 
-A decoder's layers by torch's own operations, where there are no kernels.
+The layers are computed by compiled kernels, or, where there are none, by torch's own operations (`run_layers`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def run_layers(
     rules: RowRules,
     layers: Sequence[int],
 ) -> Tensor:
-    """embedded: bfloat16 [rows, width]. Returns what the last norm makes of the last layer's rows, of that shape."""
+    """Compute all layers by torch. embedded: bfloat16 [rows, width]. Returns what the last norm makes of the last
+    layer's rows, of that shape."""
     heads, (rows, width) = weights.heads, embedded.shape
     both = torch.cat((embedded, embedded.neg()), dim=1)
     hidden, negated = both[:, :width], both[:, width:]
@@ -53,7 +54,7 @@ class Decoder:
     """Weights in a layout of their own, and the pass over them. Not thread-safe: it keeps what positions it has seen.
 
     A pass computes what the model's own modules do, with fewer roundings: norms and rotations stay in float32 until
-    they are stored. `kernels`: whose products the weights have and who computes the layers; None: torch does.
+    they are stored. `kernels`: these compute the layers, and the weights lie in their products; None: torch computes.
     """
 
     def __init__(self, weights: DecoderWeights, kernels: Kernels | None = None) -> None:

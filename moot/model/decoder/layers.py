@@ -1,10 +1,9 @@
-"""What a decoder layer consists of besides products and attention, each as a function of rows.
+"""The parts of a decoder layer besides products and attention, each a function of rows.
 
 No function lets a row's numbers depend on the other rows. Where torch splits an element-wise operation among threads,
 or vectors end, elements are rounded by other code; so operations that are not exact take whole rows, few per call.
 
-Rotary positions as complex numbers: a head's element pairs lie side by side, and turning them is one product.
-
+Rotary positions are complex numbers: a head's element pairs lie side by side, and turning them is one product.
 Transformers' modules pair element i of a head with element i + dim / 2; `pairing` is the order in which the outputs of
 a projection must stand so that pairs become neighbours. Queries and keys share it, so their products are the same sums.
 """
@@ -43,7 +42,7 @@ class Rotary:
         return self._table.shape[1]
 
     def at(self, positions: Sequence[int]) -> Tensor:
-        """[positions, 1, head_dim / 2]."""
+        """The turns at these positions, [positions, 1, head_dim / 2]."""
         highest = max(positions)
         if highest >= len(self._table):
             blocks = range(len(self._table) // _BLOCK, highest // _BLOCK + 1)
@@ -85,7 +84,7 @@ class Norm:
         self._twice = torch.cat((scale, scale)).detach()
 
     def __call__(self, both: Tensor) -> Tensor:
-        """both: [rows, 2 width], x beside -x. Returns [rows, width]."""
+        """The normalised rows. both: [rows, 2 width], x beside -x. Returns [rows, width]."""
         return functional.layer_norm(both, (2 * self.width,), self._twice, None, self.epsilon)[:, : self.width]
 
 
@@ -127,13 +126,13 @@ class HeadShape:
 
     @property
     def turned(self) -> int:
-        """Heads that are turned: queries and keys."""
+        """Number of heads that are turned: queries and keys."""
         return self.query_heads + self.kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """Of a whole decoder. embedding: bfloat16 [vocab, width]."""
+    """The weights of a whole decoder. embedding: bfloat16 [vocab, width]."""
 
     embedding: Tensor
     layers: tuple[Layer, ...]

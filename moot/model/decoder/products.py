@@ -28,7 +28,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Product:
-    """x [rows, inputs] to [rows, outputs], both bfloat16; weight [outputs, inputs] and bias as in a linear layer."""
+    """A linear layer: x [rows, inputs] to [rows, outputs], both bfloat16; weight [outputs, inputs] and bias as in a
+    linear layer."""
 
     __slots__ = ("_bias", "_packed", "has_bias", "inputs", "outputs")
 
@@ -42,7 +43,7 @@ class Product:
         return cast(Tensor, _multiply(x, self._packed, self._bias, "none", [], ""))
 
     def in_tiles(self, x: Tensor, most_rows: int) -> Tensor:
-        """The same, at most `most_rows` rows a call."""
+        """The same product, at most `most_rows` rows a call."""
         if x.shape[0] <= most_rows:
             return self(x)
         return torch.cat([self(part) for part in x.split(most_rows)])

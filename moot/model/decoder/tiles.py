@@ -3,8 +3,8 @@
 A tile is two matrix products, the heads of a group sharing their keys: half the time of torch's fused call for 16 rows
 and 500 slots. Scores and weights are bfloat16, as they are in transformers' plain attention; sums are float32.
 
-Fresh keys and values, [2, rows, kv_heads, dim] of all rows of the step, go into slots, and for trees beside them until
-they are committed.
+Fresh keys and values, [2, rows, kv_heads, dim] of all rows of the step, go into slots; those of trees lie beside the
+slots until they are committed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from moot.model.layout import Segment, Step, Tile
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: int, by_products: bool) -> Tensor:
-    """queries [kv_heads, rows * group, dim], scaled, the heads of a group side by side for each row; keys and values
-    [kv_heads, slots, dim]; additive mask [rows * group, slots]. Returns what the queries' shape is."""
+    """Attention of one tile. queries [kv_heads, rows * group, dim], scaled, the heads of a group side by side for each
+    row; keys and values [kv_heads, slots, dim]; additive mask [rows * group, slots]. Returns what the queries' shape
+    is."""
     if by_products:
         scores = torch.bmm(queries, keys.transpose(1, 2)).add_(mask)
         return torch.bmm(torch.softmax(scores, -1), values)
@@ -40,7 +41,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: i
 
 
 class ChainStore:
-    """Rows of one chain, to the slots after the committed ones."""
+    """Stores the rows of one chain in the slots after the committed ones."""
 
     __slots__ = ("_found", "_targets")
 
@@ -54,7 +55,7 @@ class ChainStore:
 
 
 class TreeStore:
-    """Nodes of all trees of the step in one piece, of which each tree's pending tokens are a part."""
+    """Stores the nodes of all trees of the step in one piece, of which each tree's pending tokens are a part."""
 
     __slots__ = ("_fresh", "_rows", "_targets")
 
@@ -99,7 +100,7 @@ class _Attended:
             self.moved = pending.tree_kv.transpose(2, 3).unbind(0), tail.unbind(0), tile.path
 
     def mask(self, window: int | None, group: int) -> Tensor:
-        """[rows * group, kv_length]."""
+        """The additive mask of the tile, [rows * group, kv_length]."""
         if window not in self._masks:
             self._masks[window] = self._tile.mask(window, self.queries).repeat_interleave(group, 0)
         return self._masks[window]
@@ -125,7 +126,7 @@ class _Attended:
 
 
 class StepTiles:
-    """Takes each layer's heads of all rows, and gives what attention makes of them."""
+    """The tiles of one step: takes each layer's heads of all rows, and gives their attention."""
 
     def __init__(self, step: Step, rows: int, heads: HeadShape, product_slots: int) -> None:
         data = step.segments[0].cache.data
@@ -149,7 +150,7 @@ class StepTiles:
         ]
 
     def store(self, layer: int, turned: Tensor, values: Tensor) -> None:
-        """Keys and values go into the caches. turned: query and key heads [rows, heads, dim]; values: value heads."""
+        """Put keys and values into the caches. turned: query and key heads [rows, heads, dim]; values: value heads."""
         heads, rows = self._heads, turned.shape[0]
         queries = turned[:, : heads.query_heads].view(rows, heads.kv_heads, heads.group, heads.dim)
         self._queries.copy_(queries.transpose(0, 1))
@@ -159,7 +160,7 @@ class StepTiles:
             each.store(layer)
 
     def attend(self, layer: int, window: int | None) -> Tensor:
-        """[rows, heads * dim]."""
+        """The attention of all rows, [rows, heads * dim]."""
         # One after the other: the paths of a tree take the same slots.
         for tile in self._tiles:
             tile.attend(layer, window, self._heads.group)

@@ -1,12 +1,10 @@
 """`ModelRunner` for accelerators: one upload, one recorded graph, no waiting inside a step.
 
-Runs on a CPU, too, with plain operations and no graphs: that is how it is tested. It has never been run on a GPU by
-this project; lab.bench.gpu_check is the command to do so.
+A step consists of many small kernels; with a recorded CUDA graph for each set of sizes it costs one launch. On a CPU
+the runner uses plain operations and no graphs: that is how it is tested.
 
-Recorded CUDA graphs, one per set of sizes: a step of many small kernels then costs one launch.
-
-Recording has never been run on a GPU by this project (see lab.bench.gpu_check);
-without a GPU nothing here is called.
+Neither the runner nor the recording has ever been run on a GPU by this project; lab.bench.gpu_check is the command to
+do so.
 """
 
 from __future__ import annotations
@@ -45,7 +43,8 @@ class _Recorded:
 
 
 class Graphs:
-    """All graphs share one memory pool: a result must be copied before another graph runs, which `run` does."""
+    """The recorded graphs of a runner. They share one memory pool: a result must be copied before another graph runs,
+    which `run` does."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -96,13 +95,13 @@ _PROOF_TOKENS = 24
 
 
 class GpuRunner(ModelRunner):
-    """Same contract as `ModelRunner`, over paged caches. Raises ModelRefused for models that `LeanModel` refuses, or
-    whose logits differ from the loaded model's own.
+    """The runner for accelerators: the contract of `ModelRunner`, over paged caches. Raises ModelRefused for models
+    that `LeanModel` refuses, or whose logits differ from the loaded model's own.
 
     Batch-invariant mode: products have exactly TILE_ROWS rows, and attention's portions depend on positions alone. A
-    check at start compares products bit by bit in other company and raises ConfigError where they differ.
-    `use_kernel` None: where the device and the number format allow it. `use_graphs` None: on a GPU; elsewhere it means
-    that steps are padded as graphs need it, and computed without one.
+    check at start compares products bit by bit beside other rows and raises ConfigError where they differ. `use_kernel`
+    None: where the device and the number format allow it. `use_graphs` None: on a GPU; elsewhere it means that steps
+    are padded as graphs need it, and computed without one.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class LeanModel:
-    """Raises ModelRefused for a model whose weights are not known, or have been packed for another pass."""
+    """The lean pass over a loaded model's weights. Raises ModelRefused for a model whose weights are not known, or have
+    been packed for another pass."""
 
     def __init__(self, loaded: LoadedModel, use_kernel: bool, linear: Linear = functional.linear) -> None:
         name, shape = loaded.info.model, loaded.kv_shape
@@ -97,7 +98,8 @@ def _normed(by: NormWeights, x: Tensor) -> Tensor:
 
 
 def tiled_linear(tile: int) -> Linear:
-    """Products of exactly `tile` rows each; the number of rows must be a multiple of it, or is padded to one."""
+    """A linear layer in products of exactly `tile` rows each; the number of rows must be a multiple of it, or is padded
+    to one."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         count = x.shape[0]

@@ -4,11 +4,11 @@
 not ship. What it ships (FlashAttention 2) takes the first key of each sequence from `cu_seq_k` and, with `seqused_k`,
 the number of keys from there, so that sequences may lie anywhere in one tensor of keys. So here every pair of a group
 of rows and a page is a sequence; a row's results over its pages are joined by their log-sum-exp. This also splits long
-contexts over the device, and as neither the portions nor the order in which they are joined depend on batch-mates,
-a row's attention rounds the same in any company.
+contexts over the device, and as neither the portions nor the order in which they are joined depend on batch-mates, a
+row's attention rounds the same whatever its batch-mates are.
 
-`varlen_attn` itself has never been run on a GPU by this project (see lab.bench.gpu_check); `plain_pages` computes
-the same from the same arguments on any device and is what tests compare with transformers' models.
+`varlen_attn` itself has never been run on a GPU by this project (see lab.bench.gpu_check); `plain_pages` computes the
+same from the same arguments on any device and is what tests compare with transformers' models.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def kernel_supports(dtype: torch.dtype, device: torch.device, head_dim: int) -> 
 
 
 class PagedAttention:
-    """`use_kernel`: torch's variable-length kernel, else plain operations. Sliding windows always take the latter:
-    where a window begins differs from row to row, which the kernel cannot be told for a page before the rows' own.
-    `kernel`: takes the arguments of `varlen_attn`, and stands in for it where there is no GPU."""
+    """Attention over pages. `use_kernel`: torch's variable-length kernel, else plain operations. Sliding windows always
+    take the latter: where a window begins differs from row to row, which the kernel cannot be told for a page before
+    the rows' own. `kernel`: takes the arguments of `varlen_attn`, and stands in for it where there is no GPU."""
 
     def __init__(self, use_kernel: bool, scaling: float, kernel: Callable[..., Any] = varlen_attn) -> None:
         self.use_kernel = use_kernel
@@ -43,7 +43,8 @@ class PagedAttention:
         self._scaling = scaling
 
     def __call__(self, query: Tensor, kv: Tensor, plan: DevicePlan, window: int | None) -> Tensor:
-        """query [rows, heads, dim], kv [2, slots, kv_heads, dim] with the rows' own in place. [rows, heads, dim]."""
+        """Attention of a step's rows, [rows, heads, dim]. query [rows, heads, dim], kv [2, slots, kv_heads, dim] with
+        the rows' own in place."""
         use_kernel = self.use_kernel and window is None
         output, log_total = self._own_pages(query, kv, plan, window, use_kernel)
         if not plan.waves:
@@ -155,7 +156,7 @@ class Rows:
         )
 
     def back(self, grouped: Tensor) -> Tensor:
-        """[groups, group_rows, ...] as rows of the step."""
+        """Values by group, [groups, group_rows, ...], as rows of the step."""
         return grouped[self.group_of_row, self.row_in_group]
 
 

@@ -92,7 +92,7 @@ class HostPlan:
 
 
 class Planner:
-    """One step. `row_multiple`: the number of rows is rounded up to a multiple of it."""
+    """Lays out one step. `row_multiple`: the number of rows is rounded up to a multiple of it."""
 
     def __init__(self, pool: PagedPool, row_multiple: int = 1) -> None:
         self._pool = pool
@@ -267,11 +267,11 @@ def _padded(values: Sequence[int] | np.ndarray, size: int, filler: int) -> np.nd
 
 
 def _power(number: int) -> int:
-    """0, or the next power of two."""
+    """The number rounded up: 0, or the next power of two."""
     return 1 << (number - 1).bit_length() if number > 0 else 0
 
 
 def _round_rows(number: int) -> int:
-    """Multiples of 1, 2, 4, 8, ... so that at most a quarter is padding."""
+    """The number of rows rounded up to a multiple of 1, 2, 4, 8, ... so that at most a quarter is padding."""
     step = max(1, _power(number) // 8)
     return round_up(number, step)

@@ -1,7 +1,7 @@
 """KV in pages on the device: a pool of pages, and caches that own some of them.
 
 A page holds 512 consecutive positions of one sequence. Behind the pages lie a scratch area, in which a step lays out
-the paths of trees, and one page that takes what padding rows write and nobody reads.
+the paths of trees, and the trash page, which takes what padding rows write and is never read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PagedPool(KvPool):
         self._free = list(range(self.capacity_tokens // PAGE_SLOTS))[::-1]
 
     def take_pages(self, count: int) -> list[int]:
-        """Raises NoCapacity; then nothing has changed."""
+        """Take pages from the pool. Raises NoCapacity; then nothing has changed."""
         self.take(count * PAGE_SLOTS)
         return [self._free.pop() for _ in range(count)]
 
@@ -63,7 +63,7 @@ class PagedCache(KvCache):
     """A sequence's pages.
 
     Pending token i lies in the slot of position length + i, whether it belongs to a chain or to a tree. `commit` of a
-    tree notes which slots must be moved; that is done with the next step, or before anybody else reads them.
+    tree notes which slots must be moved; that is done with the next step, or before anything else reads them.
     """
 
     def __init__(self, pool: PagedPool) -> None:

@@ -29,7 +29,7 @@ _ACTIVATIONS = ("silu", "swish")
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """Of one product: weight [outputs, inputs], bias [outputs]."""
+    """Weights of one product: weight [outputs, inputs], bias [outputs]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -37,7 +37,7 @@ class LinearWeights:
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """Of a root-mean-square norm: scale [width]."""
+    """Weights of a root-mean-square norm: scale [width]."""
 
     scale: Tensor
     epsilon: float
@@ -45,7 +45,8 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Products with the same input are one. The gate's outputs come before those that it multiplies."""
+    """Weights of one layer. Products with the same input are one. The gate's outputs come before those that it
+    multiplies."""
 
     before_attention: NormWeights
     queries_keys_values: LinearWeights
@@ -61,8 +62,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embedding: [vocab, width], the output layer's weight, too, where they are tied. `rotary`: the model's module that
-    gives a position's cosines and sines."""
+    """Weights of a whole model. embedding: [vocab, width], the output layer's weight, too, where they are tied.
+    `rotary`: the model's module that gives a position's cosines and sines."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -86,7 +87,8 @@ def why_unknown(model: Any, shape: KvShape) -> str | None:
 
 
 def read_weights(model: Any) -> ModelWeights:
-    """Of a model that `why_unknown` does not refuse. Nothing is copied but what must lie side by side and does not."""
+    """The weights of a model that `why_unknown` does not refuse. Nothing is copied but what must lie side by side and
+    does not."""
     inner = model.model
     return ModelWeights(
         inner.embed_tokens.weight.detach(),
@@ -115,7 +117,7 @@ def _layer(module: Any, config: Any) -> LayerWeights:
 
 
 def _window(attention: Any, config: Any) -> int | None:
-    """Some families decide it layer by layer, others take what their config says."""
+    """The sliding window of a layer. Some families decide it layer by layer, others take what their config says."""
     if hasattr(attention, "sliding_window"):
         window = attention.sliding_window
     else:
@@ -132,7 +134,7 @@ def _whole_or_parts(parent: Any, whole: str, parts: Sequence[str]) -> LinearWeig
 
 
 def _joined(modules: Sequence[Any]) -> LinearWeights:
-    """Layers with the same input as one. Biases are zeros for those that have none, unless none has one."""
+    """Layers with the same input as one product. Biases are zeros for those that have none, unless none has one."""
     weight = _side_by_side([module.weight.detach() for module in modules])
     if all(module.bias is None for module in modules):
         return LinearWeights(weight, None)

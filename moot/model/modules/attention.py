@@ -3,14 +3,13 @@
 transformers' model classes call a registered function with the keyword arguments of the model's call, so the step's
 layout travels as `moot_step`. A token attends to its request's committed slots and to its own ancestors, nothing else.
 
-A tree is computed as the chains it consists of: for each root-to-leaf path the tail is gathered into the slots after
-the committed ones, and the rows that no earlier path had are computed against it. So each row sees exactly the slots,
-in the same order, that it would see in a chain, and rounds the same way.
+A tree is computed as the chains it consists of: for each root-to-leaf path the tail is copied into the slots after the
+committed ones, and the rows that no earlier path had are computed against it. So each row sees exactly the slots, in
+the same order, that it would see in a chain, and rounds the same way.
 
-Attention whose scores are capped before the softmax, as Gemma 2 has it: torch's fused attention has no such step.
-
-Source: Gemma Team, Gemma 2: Improving Open Language Models at a Practical Size, 2024, section 2: scores become
-cap * tanh(scores / cap).
+Attention whose scores are capped before the softmax, as Gemma 2 has it, is computed here in plain operations: torch's
+fused attention has no such step. Source: Gemma Team, Gemma 2: Improving Open Language Models at a Practical Size, 2024,
+section 2: scores become cap * tanh(scores / cap).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from moot.core.errors import ModelRefused
 from moot.model.layout import STEP_ARGUMENT, AttentionArguments, Segment, Step
 
 ATTENTION_NAME = "moot_ragged"
-"""Registered with transformers below: whoever imports the name has the function, too."""
+"""Registered with transformers below: a module that imports the name has the function, too."""
 
 
 def softcapped_attention(
@@ -34,7 +33,8 @@ def softcapped_attention(
 ) -> Tensor:
     """query [heads, rows, dim], key and value [kv_heads, slots, dim], additive mask [rows, slots].
 
-    Returns [heads, rows, dim] in the query's dtype; half precision is computed in float32.
+    Returns attention with capped scores, [heads, rows, dim] in the query's dtype; half precision is computed in
+    float32.
     """
     heads, rows, dim = query.shape
     kv_heads = key.shape[0]
@@ -59,7 +59,8 @@ def ragged_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function. query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim], rotated.
+    """The attention function registered with transformers. query [1, heads, tokens, dim], key and value [1, kv_heads,
+    tokens, dim], rotated.
 
     Returns [1, tokens, heads, dim]. Writes the tokens' keys and values into their caches' pending slots.
     """
@@ -95,8 +96,8 @@ def ragged_attention(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, arguments: AttentionArguments) -> Tensor:
-    """query [heads, rows, dim], key and value [kv_heads, slots, dim], additive mask [rows, slots]. Returns what the
-    query's shape is. `arguments`: its window is in the mask already."""
+    """Attention of one tile. query [heads, rows, dim], key and value [kv_heads, slots, dim], additive mask [rows,
+    slots]. Returns what the query's shape is. `arguments`: its window is in the mask already."""
     if arguments.softcap is not None:
         scaling = query.shape[-1] ** -0.5 if arguments.scaling is None else arguments.scaling
         return softcapped_attention(query, key, value, mask, scaling, arguments.softcap)
@@ -121,7 +122,7 @@ def _store(segment: Segment, slots: Tensor, keys: Tensor, values: Tensor, layer:
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The step's layout says who attends to whom; transformers need not build a mask."""
+    """No mask: the step's layout says which tokens a token attends to; transformers need not build one."""
 
 
 AttentionInterface.register(ATTENTION_NAME, ragged_attention)

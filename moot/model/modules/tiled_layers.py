@@ -101,7 +101,7 @@ def install(model: nn.Module) -> None:
 
 
 def foreign_products(model: nn.Module) -> list[str]:
-    """Names of parameters that may take part in products which are no linear layers: experts, convolutions."""
+    """Names of parameters that may take part in products other than linear layers: experts, convolutions."""
     known = {
         id(parameter)
         for module in model.modules()

@@ -48,7 +48,7 @@ class RowSpec:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """`token_id` None: the row is poisoned."""
+    """A drawn row. `token_id` None: the row is poisoned."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
@@ -78,7 +78,8 @@ class _Sparse:
 
 
 class BatchSampler:
-    """Not thread-safe. `sampler` gives vocabulary and end tokens, and takes the rows that are unsure here."""
+    """Draws the tokens of all rows of a step at once. Not thread-safe. `sampler` gives vocabulary and end tokens, and
+    takes the rows that are unsure here."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -145,7 +146,7 @@ class BatchSampler:
         return ids, torch.where(finite, _FINE, _POISONED)
 
     def _processed(self, raw: Tensor, specs: Sequence[RowSpec]) -> tuple[Tensor, Tensor]:
-        """Ids and states of rows for which something happens to the logits, or noise."""
+        """Ids and states of rows whose logits are processed, or that need noise."""
         device = raw.device
         finite = raw.amax(1).isfinite()
         rows = self._process(raw.to(torch.float64, copy=True), specs)
@@ -185,7 +186,7 @@ class BatchSampler:
         return torch.where(greedy, greedy_ids, drawn), states
 
     def _process(self, rows: Tensor, specs: Sequence[RowSpec]) -> Tensor:
-        """Bias, allowed ids, penalties and min_tokens, in this order, in place on float64 [rows, vocab]."""
+        """Apply bias, allowed ids, penalties and min_tokens, in this order, in place on float64 [rows, vocab]."""
         device, size = rows.device, self._vocab_size
         biases, allowed, counts, banned = _Sparse(), _Sparse(), _Sparse(), _Sparse()
         rates: list[tuple[float, float, float]] = []
@@ -256,7 +257,8 @@ class BatchSampler:
         return ids.masked_fill(~best, size - 1).amin(1), unsure[:, 0]
 
     def _likeliest(self, rows: Tensor, ids: Tensor, width: int) -> list[Tensor]:
-        """Of the raw rows, as int64 bit patterns: log-probability and rank of `ids`, the best ids and theirs.
+        """Likely ids of the raw rows, as int64 bit patterns: log-probability and rank of `ids`, the best ids and
+        theirs.
 
         The best `width` are in the order of value descending, id ascending; among equal ones at the end any may be left
         out.

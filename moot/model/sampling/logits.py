@@ -1,8 +1,7 @@
-"""What happens to a row of logits before temperature, and the filters after it, on tensors.
+"""Processing of logits before temperature, and the filters after it, on tensors; and the noise in tensor form.
 
-Same rules, same order and same float64 arithmetic as `moot.core.sampling`, so that results are equal id by id.
-
-The noise of `moot.core.noise` for many token ids at once, equal bit by bit on every device.
+Same rules, same order and same float64 arithmetic as `moot.core.sampling`, so that results are equal id by id. The
+noise of `moot.core.noise` for many token ids at once is equal bit by bit on every device.
 """
 
 from __future__ import annotations
@@ -56,7 +55,8 @@ def _gumbel_of(hashes: Tensor) -> Tensor:
 
 
 def one_minus_uniform(seed: int, position: int, token_ids: Tensor) -> Tensor:
-    """1 - u of `token_ids` (int64 [n]) in float32, each within one part in 2^23: enough to tell who cannot win."""
+    """1 - u of `token_ids` (int64 [n]) in float32, each within one part in 2^23: enough to tell which ids cannot
+    win."""
     if token_ids.device.type == "cpu":
         # Unsigned 32-bit arithmetic, which only NumPy offers here, is several times faster than the masked 64-bit one.
         words = _hash32_numpy(seed, position, token_ids.numpy())
@@ -135,7 +135,8 @@ def top_p_indices(scaled: Tensor, top_p: float, vocab_size: int) -> Tensor:
 
 
 def _crossing(values: Tensor, weights: Tensor, target: float) -> tuple[Tensor, int]:
-    """Where the cumulated weights reach `target`: the value there, and how many of the tokens with it are needed."""
+    """The place where the cumulated weights reach `target`: the value there, and how many of the tokens with it are
+    needed."""
     above = 0.0  # weight of everything that ranks before `values`
     low, high = torch.aminmax(values)
     while values.numel() > SORTED_AT_ONCE and low < high:

@@ -1,14 +1,14 @@
 """The one sampler on tensors: `moot.core.sampling`, id by id, at a cost that a decoding step does not feel.
 
-Nearly no token of a vocabulary can win, and the exact noise is computed only for those that can. With s <= 0 the
-scaled logit relative to the highest, G = -log(-log u) and B the score of any one token, x wins only if s + G >= B,
-that is -log u <= exp(s - B). As -log u >= 1 - u, it needs (1 - u) * exp(-s) <= exp(-B). The left side costs one
+Nearly no token of a vocabulary can win, and the exact noise is computed only for those that can. With s <= 0 the scaled
+logit relative to the highest, G = -log(-log u) and B the score of any one token, x wins only if s + G >= B, that is
+-log u <= exp(s - B). As -log u >= 1 - u, it needs (1 - u) * exp(-s) <= exp(-B). The left side costs one
 single-precision pass over the row; the token where it is lowest gives a B so near the best score that a handful of
 tokens are left. u lies on multiples of 2^-33 from 2^-33 to 1 - 2^-33: noise ends at 33 ln 2 = 22.9 nats and begins at
 -log(33 ln 2) = -3.1, so a token more than NOISE_RANGE = 26.0 nats below the highest has always lost, and for the others
 nothing above overflows single precision or vanishes.
 
-The likeliest ids of a row of logits, as hints for drafters that live from them: no token depends on them.
+`likeliest` finds the likeliest ids of a row of logits, as hints for drafters that use them: no token depends on them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def likeliest(logits: Tensor, width: int) -> list[tuple[int, ...]]:
 __all__ = ["History", "HistoryOnPath", "Sampler"]
 
 EXACT_AT_ONCE = 512
-"""For this few tokens the exact noise of all costs less than finding out who can win."""
+"""For this few tokens the exact noise of all costs less than finding out which can win."""
 
 SCREEN_SLACK = 1e-4
 """Relative. Covers the single-precision error of the screen: |s| 2^-23 from rounding s, |s| < 27, and a few ulp."""
@@ -147,8 +147,8 @@ class Sampler:
         history: History | HistoryOnPath | None = None,
         sharpen: float = 1.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """All that `draft_token` chooses from, for drafters that go on with several: ids (int64 ascending), their
-        scaled logits, and the scores whose highest it takes; each [n]. Greedy: both are the processed logits."""
+        """The scores that `draft_token` chooses from, for drafters that go on with several: ids (int64 ascending),
+        their scaled logits, and the scores whose highest it takes; each [n]. Greedy: both are the processed logits."""
         row = self._processed(logits, params, history, None)
         highest = _highest(row)
         if params.is_greedy:

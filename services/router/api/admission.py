@@ -1,7 +1,7 @@
-"""How many choices may be in flight and how many tokens may wait: per caller (429), over all (503). Nothing waits here:
-a refusal is immediate, and says when to come again.
+"""Admission: how many choices may be in flight and how many tokens may wait, per caller (429) and over all (503).
 
-Tokens of accepted choices that no verifier has begun yet: bounded, over all and per caller, and how fast they go.
+Nothing waits here: a refusal is immediate, and says when to come again. `TokenQueue` bounds the tokens of accepted
+choices that no verifier has begun yet, over all and per caller; `ServiceRate` is how fast they go.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.router.api.settings import HttpSettings
 from services.router.generation.request_types import Places
 
 MOST_RETRY_S = 60.0
-"""Nobody is sent away for longer: what is estimated from the last half minute says little of what comes after."""
+"""No caller is sent away for longer: what is estimated from the last half minute says little of what comes after."""
 
 _MEMORY_S = 30.0
 _RESUMES_BELOW = 0.5
@@ -28,7 +28,8 @@ _RESUMES_BELOW = 0.5
 
 
 class ServiceRate:
-    """Amounts served per second of the time in which somebody waited, fading. No clock: durations are arguments."""
+    """The rate of service: amounts per second of the time in which requests waited, fading. No clock: durations are
+    arguments."""
 
     def __init__(self, memory_s: float = _MEMORY_S) -> None:
         self._memory_s = memory_s
@@ -36,7 +37,7 @@ class ServiceRate:
         self._seconds = 0.0
 
     def wait(self, seconds: float) -> None:
-        """Somebody has waited for so long."""
+        """Note that requests have waited for so long."""
         fade = math.exp(-seconds / self._memory_s)
         self._amount *= fade
         self._seconds = self._seconds * fade + seconds
@@ -45,7 +46,7 @@ class ServiceRate:
         self._amount += amount
 
     def seconds_for(self, amount: float) -> float | None:
-        """How long serving so much would take; None while nothing was served yet."""
+        """Seconds that serving so much would take; None while nothing was served yet."""
         return amount * self._seconds / self._amount if self._amount > 0 else None
 
 
@@ -56,8 +57,8 @@ def bounded_retry_s(estimate: float | None, otherwise: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """Tokens: prompt plus `max_tokens` of each choice. `shed_share`: part of `max_tokens` that may wait until drafting
-    stops; 1: it never does."""
+    """Limits of the queue, in tokens: prompt plus `max_tokens` of each choice. `shed_share`: part of `max_tokens` that
+    may wait until drafting stops; 1: it never does."""
 
     max_tokens: int
     max_tokens_per_caller: int
@@ -67,7 +68,8 @@ class QueueLimits:
 
 
 class TokenQueue:
-    """Of one event loop. `on_change` is called after every change of `num_tokens`."""
+    """The tokens of accepted choices that wait for a verifier. Of one event loop. `on_change` is called after every
+    change of `num_tokens`."""
 
     def __init__(
         self,
@@ -88,8 +90,8 @@ class TokenQueue:
     def check(self, caller: str, num_tokens: int = 1) -> None:
         """Raises RateLimited or NoCapacity where `num_tokens` more would be too many.
 
-        Whoever is above a bound on its own is let in when nothing else waits: it must not starve. Callers without a key
-        cannot be told apart: they have no share each.
+        A request that is above a bound on its own is let in when nothing else waits: it must not starve. Callers
+        without a key cannot be told apart: they have no share each.
         """
         limits, own = self.limits, self._per_caller[caller] if caller else 0
         if own > 0 and (excess := own + num_tokens - limits.max_tokens_per_caller) > 0:
@@ -102,7 +104,7 @@ class TokenQueue:
             raise NoCapacity(problem, self._retry_after_s(excess), "tokens")
 
     def put(self, caller: str, amounts: Sequence[int]) -> list[QueuePlace]:
-        """All choices of a request, or none. Raises as `check`."""
+        """Queue all choices of a request, or none. Raises as `check`."""
         self.check(caller, sum(amounts))
         self._change(caller, sum(amounts))
         return [QueuePlace(self, caller, amount) for amount in amounts]
@@ -145,7 +147,7 @@ class QueuePlace:
         self._num_tokens = num_tokens
 
     def leave(self) -> None:
-        """A verifier has begun it, or nobody will. Again is harmless."""
+        """Leave the queue: a verifier has begun the choice, or none will. Calling it twice is harmless."""
         num_tokens, self._num_tokens = self._num_tokens, 0
         if num_tokens:
             self._queue.leave(self._caller, num_tokens)
@@ -196,7 +198,7 @@ class Admission:
         return self._draining
 
     def drain(self) -> None:
-        """From now on every new request is refused; those inside go on."""
+        """Refuse every new request from now on; those inside go on."""
         self._draining = True
 
     async def wait_idle(self, timeout_s: float) -> bool:
@@ -249,7 +251,7 @@ class Admission:
         self._judge()
 
     def _retry_after_s(self, count: int, share: float = 1.0) -> float:
-        """Until so many choices have ended of which `share` belongs to whoever asks."""
+        """Seconds until so many choices have ended, of which `share` belongs to the caller."""
         self._rate_to_now()
         estimate = self._ends.seconds_for(count / share) if share > 0 else None
         return bounded_retry_s(estimate, self._settings.retry_after_s)

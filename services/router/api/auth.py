@@ -18,7 +18,7 @@ ANONYMOUS = ""
 
 
 class ApiKeys:
-    """The keys that may call. Without any, everybody is the caller ANONYMOUS."""
+    """The API keys with which callers may call. Without any key, every caller is ANONYMOUS."""
 
     def __init__(self, hashes: Iterable[str] = ()) -> None:
         """`hashes`: sha256 of each key, in hexadecimal. Raises ConfigError for anything else."""
@@ -28,12 +28,12 @@ class ApiKeys:
 
     @classmethod
     def from_keys(cls, keys: Iterable[str]) -> ApiKeys:
-        """From the keys themselves, which are not kept."""
+        """Made from the keys themselves, which are not kept."""
         return cls(key_hash(key) for key in keys)
 
     @classmethod
     def from_file(cls, path: Path) -> ApiKeys:
-        """One hash a line; empty lines and lines that begin with # are skipped."""
+        """Made from a file with one hash a line; empty lines and lines that begin with # are skipped."""
         try:
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
@@ -50,7 +50,7 @@ class ApiKeys:
         return bool(self._hashes)
 
     def caller(self, authorization: str | None) -> str:
-        """Who calls, as the hash of the key in an `Authorization: Bearer` header. Raises Unauthenticated."""
+        """The caller, as the hash of the key in an `Authorization: Bearer` header. Raises Unauthenticated."""
         if not self._hashes:
             return ANONYMOUS
         scheme, _, key = (authorization or "").partition(" ")

@@ -2,7 +2,8 @@
 
 Bounds, defaults and descriptions stand here and nowhere else; gRPC requests are read through the same structs. What
 only the served model knows (its vocabulary, its context, its names) is checked in requests.py.
-No message quotes a value: it may be somebody's text. Sentences are our own, the library's are never shown.
+
+No message quotes a value, which may be a part of a caller's text. Sentences are our own, the library's are never shown.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
 
 
 def is_unicode(text: str) -> bool:
-    """JSON allows lone surrogates, UTF-8 and tokenizers do not."""
+    """Whether a text has no lone surrogates, which JSON allows and UTF-8 and tokenizers do not."""
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:

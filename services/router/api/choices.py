@@ -1,6 +1,6 @@
-"""Generating the choices of one request concurrently, and measuring them.
+"""The choices of one request: generated concurrently, counted and timed.
 
-Chunks between the generations of one request and whoever writes its answer: bounded in bytes.
+`ChunkQueue`, bounded in bytes, holds chunks between the generations of one request and the writer of its answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from services.router.generation.request_types import GenerationChunk, Generation
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What the endpoints share."""
+    """The state that the endpoints share."""
 
     generator: Generator
     tokenizer: PromptTokenizer
@@ -58,13 +58,14 @@ _ID_BYTES, _LOGPROB_BYTES = 8, 64
 
 
 def size_of(chunk: GenerationChunk) -> int:
-    """About what a chunk takes in an answer, in bytes."""
+    """Size of a chunk in an answer, in bytes, about."""
     entries = sum(1 + len(entry.top) for entry in chunk.logprobs)
     return _FRAME_BYTES + 4 * len(chunk.text) + _ID_BYTES * len(chunk.token_ids) + _LOGPROB_BYTES * entries
 
 
 class ChunkQueue(Generic[ItemT]):
-    """Several writers, one reader, one event loop. Holds at most `max_bytes` and the chunk that went over it."""
+    """A bounded queue of chunks: several writers, one reader, one event loop. It holds at most `max_bytes` and the
+    chunk that went over it."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -74,7 +75,7 @@ class ChunkQueue(Generic[ItemT]):
         self._room = asyncio.Event()
 
     async def put(self, item: ItemT, num_bytes: int = 0) -> None:
-        """Waits while `max_bytes` are there."""
+        """Put a chunk; waits while `max_bytes` are there."""
         while self._num_bytes >= self._max_bytes:
             self._room.clear()
             await self._room.wait()

@@ -1,6 +1,6 @@
-"""Errors to the answers of the HTTP front: status, body and headers.
+"""Error responses of the HTTP API: status, body and headers of each error.
 
-Requests that end before anything was generated, counted by the status that they are answered with.
+An `Attempt` counts a request that ends before anything was generated, by the status that it is answered with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moot.runtime.metrics import Metrics
 
 
 class ClientGone(Exception):
-    """The caller closed the connection: nobody is left to answer."""
+    """The caller closed the connection: there is no reader for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ _TYPES = {
 
 
 def describe(error: BaseException) -> ErrorReply:
-    """What a caller is told. The text of an error that is not ours is not shown: it may quote anything."""
+    """The reply to a caller for an error. The text of an error that is not ours is not shown: it may quote anything."""
     match error:
         case errors.MootError():
             return _reply_of(error)

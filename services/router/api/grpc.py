@@ -1,4 +1,4 @@
-"""RouterService: the HTTP API's twin. Requests are checked by the same code, choices run by the same code."""
+"""RouterService: the gRPC twin of the HTTP API. The same code checks its requests and runs its choices."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
                     await self._write(context, _response(choice, chunk))
 
     async def _write(self, context: grpc.aio.ServicerContext[Any, Any], response: pb.GenerateResponse) -> None:
-        """Raises DeadlineExceeded when the caller takes nothing for too long."""
+        """Write one message. Raises DeadlineExceeded when the caller takes nothing for too long."""
         try:
             async with asyncio.timeout(self._front.settings.slow_client_timeout_s):
                 await context.write(response)
@@ -134,7 +134,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
 
 
 def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
-    """The request in the names of the HTTP API, absent fields left out."""
+    """The fields of a request under the names of the HTTP API, absent ones left out."""
     values: dict[str, Any] = {
         field.name: list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for field, value in request.ListFields()

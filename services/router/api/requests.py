@@ -1,7 +1,7 @@
-"""What a request asks for: one GenerationRequest per choice.
+"""Reads bodies into GenerationRequests, one for each choice.
 
-Its form is checked by the structs of bodies.py; here is what depends on the model, the settings or two fields at once.
-A larger `max_tokens` than fits is cut to what fits.
+The form of a body is checked by the structs of bodies.py; here is what depends on the model, the settings or two fields
+at once. A larger `max_tokens` than fits is cut to what fits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def too_long(num_tokens: int, info: ModelInfo, param: str) -> ContextLengthExcee
 
 @dataclass(frozen=True, slots=True)
 class CommonBody:
-    """What both endpoints share. `params` lacks max_tokens and seed, which depend on prompt and choice."""
+    """The part of a request that both endpoints share. `params` lacks max_tokens and seed, which depend on prompt and
+    choice."""
 
     model: str
     params: SamplingParams
@@ -181,7 +182,8 @@ def plan_requests(
 
 
 def _model(values: Mapping[str, Any], settings: HttpSettings) -> str:
-    """Looked at before all else: whoever asks for another model has the wrong server. No name: left to the struct."""
+    """Check the model's name before all else: a caller that asks for another model has the wrong server. No name: left
+    to the struct."""
     name = values.get("model")
     if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not is_unicode(name):
         return settings.served_model_names[0]
@@ -198,7 +200,7 @@ def _check_ids(field: str, ids: Collection[int], info: ModelInfo, names: Mapping
 def _sampling(
     body: SharedFields, info: ModelInfo, names: Mapping[str, str], num_logprobs: int | None
 ) -> SamplingParams:
-    """What a body says of how tokens are drawn, without `max_tokens` and `seed`."""
+    """The sampling parameters of a body, without `max_tokens` and `seed`."""
     allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
     bias = {int(token): amount for token, amount in body.logit_bias.items()}
     if len(body.allowed_token_ids or ()) > info.vocab_size:

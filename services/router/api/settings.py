@@ -1,4 +1,4 @@
-"""What the HTTP front is told: its limits, and what it may ask about the rest of the router."""
+"""Settings of the HTTP API: its limits, and what it may ask about the rest of the router."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HttpSettings(Options):
     """Names accepted as `model`; the first is used in answers to requests that name none."""
     max_body_bytes: int = option(
         8 * 1024 * 1024,
-        help="size limit of a request body",
+        help="size limit of a request body in bytes",
         minimum=1,
     )
     max_json_depth: int = 32
@@ -37,24 +37,24 @@ class HttpSettings(Options):
     """Prompts times n in one request."""
     max_choices_in_flight: int = option(
         1024,
-        help="choices generated at a time; one more is refused with 503",
+        help="most choices generated at a time; one more is refused with 503",
         minimum=1,
     )
     max_choices_per_key: int = option(
         256,
-        help="choices of one API key at a time; one more is refused with 429",
+        help="most choices of one API key at a time; one more is refused with 429",
         minimum=1,
     )
-    """Of one API key (without keys: of everybody together): one more is refused with 429."""
+    """Of one API key (without keys: of all callers together): one more is refused with 429."""
     max_queued_tokens: int = option(
         1_048_576,
-        help="prompt tokens and max_tokens of accepted choices that no verifier has begun; more are refused with 503",
+        help="most tokens (prompt and max_tokens) of choices that no verifier has begun; more are refused with 503",
         minimum=1,
     )
     """Prompt and `max_tokens` of accepted choices without a first token, over all callers; more: 503."""
     max_queued_tokens_per_key: int = option(
         262_144,
-        help="such tokens of one API key; more are refused with 429",
+        help="most such tokens of one API key; more are refused with 429",
         minimum=1,
     )
     """Of one API key; more: 429. Without keys there is no such share."""
@@ -76,7 +76,7 @@ class HttpSettings(Options):
     )
     slow_client_timeout_s: float = option(
         60.0,
-        help="seconds in which a reader must make room in a full buffer; then it is cut off",
+        help="seconds in which a client must make room in a full buffer; then its connection is ended",
         above=0,
     )
     chunk_timeout_s: float = 1300.0
@@ -86,10 +86,10 @@ class HttpSettings(Options):
 
 
 class FrontState(Protocol):
-    """The rest of the router, as far as the HTTP front depends on it. Cheap calls without I/O."""
+    """The rest of the router, as far as the HTTP API depends on it. Cheap calls without I/O."""
 
     def model_info(self) -> ModelInfo | None:
-        """What is served; None before any verifier was seen."""
+        """The model that is served; None before any verifier was seen."""
         ...
 
     def refusal(self) -> MootError | None:
@@ -101,7 +101,7 @@ class FrontState(Protocol):
         ...
 
     def places(self) -> Places | None:
-        """Of the verifiers that can be asked now; None: not known."""
+        """Places of the verifiers that can be asked now; None: not known."""
         ...
 
     def shortage(self) -> MootError | None:
@@ -111,7 +111,7 @@ class FrontState(Protocol):
 
 @dataclass(slots=True)
 class StaticFrontState:
-    """A FrontState whose values somebody else sets."""
+    """A FrontState whose values its owner sets."""
 
     info: ModelInfo | None
     refused_with: MootError | None = None

@@ -1,14 +1,13 @@
 """Token ids to text for one choice, incrementally: whole characters, no beginning of a stop string, O(1) per token.
 
 Rules. The text is the tokens' bytes as UTF-8; bytes that can never become a character show as U+FFFD, one for each
-maximal invalid part; a character that is still incomplete when the output ends is dropped. Of several stop strings
-the one completed first counts, of those completed by the same character the longest. The first `min_tokens`
-tokens complete no stop string, though one may begin in their text: as for end tokens, which are masked until
-`min_tokens` tokens are out, the token after them is the first that can end the request. The token that ends it (end or
-stop token) has no text unless `include_stop_str_in_output`. The result depends on the ids alone, never on how they were
-split into pushes.
+maximal invalid part; a character that is still incomplete when the output ends is dropped. Of several stop strings the
+one completed first counts, of those completed by the same character the longest. The first `min_tokens` tokens complete
+no stop string, though one may begin in their text: as for end tokens, which are masked until `min_tokens` tokens are
+out, the token after them is the first that can end the request. The token that ends it (end or stop token) has no text
+unless `include_stop_str_in_output`. The result depends on the ids alone, never on how they were split into pushes.
 
-Finding stop strings in a text that arrives character by character (Aho and Corasick's automaton).
+Stop strings are found character by character by Aho and Corasick's automaton (`StopStrings`).
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ REPLACEMENT = "\ufffd"
 
 
 class IncrementalText:
-    """The TextAssembler of the router.
+    """The text of one choice: the TextAssembler of the router.
 
     `ending_token_ids`: ids that end this request. `offsets[i]`: where in the text the i-th kept token begins, in
     characters; a token that begins inside a character begins where that character does. Without `keep_offsets` they
@@ -115,7 +114,7 @@ class IncrementalText:
         end_token_ids: frozenset[int],
         stops: StopStrings | None = None,
     ) -> IncrementalText:
-        """The text of one choice. `end_token_ids`: the model's; `stops`: of its stop strings, where they are shared."""
+        """Made for one choice. `end_token_ids`: the model's; `stops`: of its stop strings, where they are shared."""
         return cls(
             tokens,
             stops=StopStrings(request.stop_strings) if stops is None else stops,
@@ -148,7 +147,7 @@ class IncrementalText:
         return TextDelta("".join(released), len(token_ids))
 
     def flush(self) -> str:
-        """The held-back tail, at an end without a stop string. Bytes of an incomplete character are dropped."""
+        """Release the held-back tail, at an end without a stop string. Bytes of an incomplete character are dropped."""
         tail, self._held = self._held, ""
         pending = self._decoder.getstate()[0]
         self._decoder.reset()

@@ -1,13 +1,12 @@
-"""Prompts to token ids, in threads of their own: a long text never stops the event loop.
+"""Prompts to token ids, in threads of their own (a long text never stops the event loop); and the bytes of each id.
 
-A thread cannot be stopped: past the timeout the request fails and the thread works on until it is done. So the work
-is bounded beforehand: a text that is longer than the context could be, were every token the longest one, is refused
-by its size.
+A thread cannot be stopped: past the timeout the request fails and the thread works on until it is done. So the work is
+bounded beforehand: a text that is longer than the context could be, were every token the longest one, is refused by its
+size.
 
-The bytes each token id stands for in a text, derived once from a tokenizer's decoder.
-
-A token's bytes are taken *inside* a text: output follows a prompt, so the leading space that SentencePiece style
-decoders strip from the beginning of a text is kept.
+`TokenBytes` are the bytes that each token id stands for in a text, derived once from a tokenizer's decoder. A token's
+bytes are taken *inside* a text: output follows a prompt, so the leading space that SentencePiece style decoders strip
+from the beginning of a text is kept.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class TokenBytes:
         self._check(tokenizer, decoder)
 
     def of(self, token_id: int) -> bytes:
-        """Empty for an id the tokenizer does not have."""
+        """The bytes of a token; empty for an id the tokenizer does not have."""
         return self._bytes[token_id] if 0 <= token_id < self.size else b""
 
     def text(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
@@ -126,7 +125,8 @@ def _converter(decoder: Any) -> Callable[[str], bytes] | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Printable Latin-1 bytes stand for themselves, the others for the characters from U+0100 on, in order."""
+    """The byte of each character: printable Latin-1 bytes stand for themselves, the others for the characters from
+    U+0100 on, in order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
@@ -143,7 +143,7 @@ def _byte_level(alphabet: dict[str, int]) -> Callable[[str], bytes]:
 
 
 def _by_difference(tokenizer: Any, vocabulary: dict[str, int]) -> Callable[[str], bytes]:
-    """Any other decoder: what a token adds to the text of a token before it."""
+    """A token's bytes for any other decoder: what it adds to the text of a token before it."""
     anchor = next(index for index in sorted(vocabulary.values()) if _decode(tokenizer, [index]).strip())
     head = _decode(tokenizer, [anchor])
 

@@ -1,6 +1,7 @@
 """The counters of speculation, moved by exactly what a request's own counts gained: their sums stay equal.
 
-What plain decoding would have taken for a round's tokens: an estimate, so that gain and loss can be seen. Pure.
+`PlainTimes` estimates what plain decoding would have taken for a round's tokens, so that gain and loss can be seen.
+Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _FOLLOWING = 0.05
 
 
 class PlainTimes:
-    """Plain steps that were seen, by how many requests were in them (in powers of two).
+    """Times of plain steps that were seen, by how many requests were in them (in powers of two).
 
     Without drafting, each token of a round would have taken a round of its own: without the draft stage, and with a
     step of one token for each request. Such steps happen in passing (the last token of a text, K = 0) and are measured
@@ -41,13 +42,13 @@ class PlainTimes:
                 self._seconds[size] = forward if usual is None else usual + _FOLLOWING * (forward - usual)
             elif usual is not None:
                 ratio = min(usual / forward, 1.0)
-        # Who waits for a step waits for the drafts of others.
+        # A request that waits for a step waits for the drafts of others.
         in_steps = min(forward + verification.queue_us * 1e-6, verify_seconds)
         return num_tokens * (verify_seconds - in_steps * (1.0 - ratio))
 
 
 class RoundCounters:
-    """One for a router. Children of labelled counters are kept: looking one up costs more than moving it."""
+    """The counters of one router. Children of labelled counters are kept: looking one up costs more than moving it."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -58,8 +59,8 @@ class RoundCounters:
         self._plain = PlainTimes()
 
     def count(self, draft: Draft, verification: Verification, generation: Generation, known: Known) -> None:
-        """One round, as it was committed. `known`: what was counted of this request's drafters before; it is brought up
-        to date."""
+        """Count one round, as it was committed. `known`: what was counted of this request's drafters before; it is
+        brought up to date."""
         metrics = self._metrics
         metrics.rounds.inc()
         if draft.token_ids:
@@ -78,7 +79,7 @@ class RoundCounters:
                 known[drafter_id] = now
 
     def time(self, verification: Verification, num_tokens: int, draft_seconds: float, verify_seconds: float) -> None:
-        """How long the round's stages took for `num_tokens` committed ones."""
+        """Count how long the round's stages took for `num_tokens` committed tokens."""
         self._draft_seconds.observe(draft_seconds)
         self._verify_seconds.observe(verify_seconds)
         self._metrics.plain_decoding_seconds.inc(self._plain.estimate(verification, num_tokens, verify_seconds))

@@ -1,13 +1,12 @@
-"""Who votes: the drafters that requests may use, and what is known of each.
+"""The drafter set: the drafters that may vote for requests, and what one request does with them.
 
-What drafters weigh in the vote before anything is known of them.
+`DrafterSet` holds all drafters of a router and what is known of each; priors say what drafters weigh in the vote before
+anything is known of them. `RequestDrafters` belongs to one request: which drafters a round asks, what it waits for,
+what it learns.
 
-One request's dealings with its drafters: whom a round asks, what it waits for, what it learns.
-
-Drafters attached to the verifier, as the drafter set sees them: asked with every command, answered with every answer.
-
-What they propose for a round has come with the answer before it, so asking them costs no time and no message. A wish is
-a round ahead of its plan: it asks for as many tokens as the round under way was given.
+Drafters attached to the verifier are asked with every command and answered with every answer (`AttachedSource`). What
+they propose for a round has come with the answer before it, so asking them costs no time and no message. A wish is a
+round ahead of its plan: it asks for as many tokens as the round under way was given.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ from services.router.generation.ports import (
 
 
 class AttachedRequestDrafter:
-    """The `RequestDrafter` port of one request: it has been asked already, and casts what came."""
+    """One attached drafter, the `RequestDrafter` port of one request: it has been asked already, and casts what
+    came."""
 
     __slots__ = ("_metrics", "_prefix", "drafter_id")
 
@@ -47,7 +47,7 @@ class AttachedRequestDrafter:
         self._metrics = metrics
 
     def prepare(self) -> None:
-        """Its verifier reads the prompt."""
+        """Nothing to prepare: its verifier reads the prompt."""
 
     def ask(self, box: ProposalCollector, num_speculative_tokens: int, width: int) -> bool:
         attached = self._prefix.attached
@@ -75,18 +75,18 @@ class AttachedRequestDrafter:
         """Cannot be: it answers at once."""
 
     def answered(self) -> None:
-        """As always."""
+        """Nothing to note: it answers at once."""
 
     def malformed(self, reason: str) -> None:
         self._metrics.proposals_dropped.labels(self.drafter_id, reason).inc()
 
     def end(self, *, aborted: bool) -> None:
-        """The verifier's session ends with the request."""
+        """Nothing to end: the verifier's session ends with the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttachedSource:
-    """One drafter that verifiers have said they hold. Same interface as a pool of replicas."""
+    """One attached drafter, held by verifiers that have said so. Same interface as a pool of replicas."""
 
     drafter_id: str
     metrics: Metrics
@@ -144,7 +144,7 @@ class RequestDrafters:
             [one.drafter_id for one in sources if isinstance(one, AttachedSource)]
         )
         self._postponed = 0
-        """K of a round that waits for drafters who have not been asked."""
+        """K of a round that waits for drafters that have not been asked."""
         self._loop = asyncio.get_running_loop()
         self._asked_at = 0.0
         self._last_length: int | None = None
@@ -159,8 +159,8 @@ class RequestDrafters:
             self.num_top_candidates = self._tries.num_top_candidates
 
     def prepare(self) -> None:
-        """Have the drafters read the prompt while the verifier does, unless hardly any round drafts: then a saturated
-        machine is skipped their work. A drafter that is asked unprepared reads the prompt first."""
+        """Have the drafters read the prompt while the verifier does, unless hardly any round drafts: a saturated
+        machine then does without their work. A drafter that is asked unprepared reads the prompt first."""
         if self._hardly_drafts:
             return
         for drafter in self._drafters:
@@ -193,8 +193,8 @@ class RequestDrafters:
         return RoundPlan(0, 0)
 
     def ask(self, plan: RoundPlan) -> ProposalCollector:
-        """Ask the drafters; the answers come into the box. Dear ones only where those that have answered by then, which
-        takes no time, are not sure."""
+        """Ask the drafters; the answers come into the box. Expensive drafters are asked only where those that have
+        answered by then, which takes no time, are not sure."""
         self._asked_at = self._loop.time()
         self._asked = []
         tries = self._tries
@@ -217,7 +217,7 @@ class RequestDrafters:
                 self._asked.append(drafter.drafter_id)
 
     def _chosen(self) -> list[RequestDrafter]:
-        """Whom this round asks."""
+        """The drafters that this round asks."""
         candidates = [drafter.drafter_id for drafter in self._drafters]
         if self._skipped:
             # One that has come back meanwhile is asked again.
@@ -271,7 +271,7 @@ class RequestDrafters:
 
     @property
     def draft_seconds(self) -> float:
-        """Since the drafters were asked."""
+        """Seconds since the drafters were asked."""
         return self._loop.time() - self._asked_at
 
     def learn(
@@ -283,9 +283,9 @@ class RequestDrafters:
         round_seconds: float,
         own_seconds: float,
     ) -> None:
-        """Two durations from asking the drafters: to the vote, and to the answer's commit; and how long this process
-        was busy with the round."""
-        # Drafting inside the verifier was asked for by this plan, too, and is paid by this round.
+        """Learn from a round: two durations from asking the drafters, to the vote and to the answer's commit; and how
+        long this process was busy with the round."""
+        # Drafting by attached drafters was asked for by this plan, too, and is paid by this round.
         draft_seconds += verification.inside_us * 1e-6
         times = (draft_seconds, round_seconds, self._answers, own_seconds)
         self._policy.learn(plan, result, verification, *times)
@@ -295,7 +295,8 @@ class RequestDrafters:
         self._drafter_set.publish_selection()
 
     def hear_attached(self, verification: Verification) -> None:
-        """What drafters attached to the verifier propose for the next round has come with its answer."""
+        """Take what drafters attached to the verifier propose for the next round: it has come with the verifier's
+        answer."""
         if self._attached is not None:
             self._attached.hear(verification)
 
@@ -306,7 +307,7 @@ class RequestDrafters:
         self._drafter_set.publish_weights()
 
     def _wish(self, drafter_ids: list[str]) -> AttachedState | None:
-        """What is asked with the opening, before there is a plan; None without a drafter inside the verifier."""
+        """The wish that goes with the opening, before there is a plan; None without an attached drafter."""
         if not drafter_ids:
             return None
         return AttachedState(tuple(drafter_ids), self._tries.width, 0 if self._hardly_drafts else self._policy.most)
@@ -318,8 +319,8 @@ class RequestDrafters:
 
     def _postpones(self, length: int) -> bool:
         """Whether a round that may draft `length` tokens waits for the next one, because drafters attached to the
-        verifier would have no part in it. It is a probe: judged without them they would never be tried. Wishes for the
-        next."""
+        verifier would have no part in it. It is a probe: judged without them they would never be tried. Sets the wish
+        for the next round."""
         attached = self._attached
         if attached is None:
             return False
@@ -337,7 +338,8 @@ for nothing takes a machine's cores from the others."""
 
 
 class DrafterSet:
-    """All drafters of this router. `sources` may change while requests run; a request keeps those it started with."""
+    """The drafter set of this router: all its drafters. `sources` may change while requests run; a request keeps those
+    it started with."""
 
     def __init__(self, policy: PoolPolicy, tries: CollectionPolicy, metrics: Metrics) -> None:
         self.policy = policy
@@ -351,7 +353,7 @@ class DrafterSet:
         """Drafters in other processes that could be asked once and cannot now."""
         self._num_opened = 0
         self.is_shedding: Callable[[], bool] = lambda: False
-        """Whether no round should draft: everything that is computed is needed for those who wait."""
+        """Whether no round should draft: everything that is computed is needed for the requests that wait."""
         self.drafting_share = 1.0
         """Of late, the part of the rounds whose K is left to the policy that drafted; fading."""
 
@@ -379,7 +381,7 @@ class DrafterSet:
         return RequestDrafters(self, prefix, chosen, policy, num_speculative_tokens is None, skipped)
 
     def _skipped(self, drafter_ids: list[str]) -> frozenset[str]:
-        """Those of the next request's drafters that are left out and not even tried in it."""
+        """The next request's drafters that are left out and not even tried in it."""
         left_out = self.policy.selection.left_out.keys() & drafter_ids
         if not left_out or len(left_out) == len(drafter_ids):
             return frozenset()
@@ -387,20 +389,21 @@ class DrafterSet:
         return frozenset() if self._num_opened % TRIED_IN == 0 else frozenset(left_out)
 
     def note_available(self, drafter_ids: Iterable[str]) -> None:
-        """Drafters in other processes that can be asked now. Where one has gone, or is ejected, rounds wait for others:
-        what drafting took with it would keep rounds from drafting without it."""
+        """Note which drafters in other processes can be asked now. Where one has gone, or is ejected, rounds wait for
+        others: what drafting took with it would keep rounds from drafting without it."""
         before, self._available = self._available, frozenset(drafter_ids)
         self.gone = (self.gone | before) - self._available
         if before - self._available:
             self.policy.draft_cost.forget()
 
     def admit_attached(self, drafter_id: str, family: str) -> None:
-        """A verifier has said that it holds this drafter. It stays known when that one goes: others may hold it."""
+        """Add an attached drafter that a verifier has said it holds. It stays known when that verifier goes: others may
+        hold it."""
         if not isinstance(self.sources.get(drafter_id), AttachedSource | None):
             _log.warning("drafter inside a verifier has the id of another", extra={"drafter": drafter_id})
             return
         self.policy.admit(drafter_id, family)
-        # What is wished of it is wished before it is known whom the round asks.
+        # The wish for it is made before it is known which drafters the round asks.
         self.policy.selection.exempt.add(drafter_id)
         self.sources[drafter_id] = AttachedSource(drafter_id, self.metrics)
 
@@ -408,7 +411,7 @@ class DrafterSet:
         self.drafting_share += (has_drafted - self.drafting_share) / DRAFTING_ROUNDS
 
     def publish_selection(self) -> None:
-        """Whom rounds do not ask any more, and why, where that has changed."""
+        """Publish which drafters rounds do not ask any more, and why, where that has changed."""
         selection, gauge = self.policy.selection, self.metrics.drafters_left_out
         if selection.num_changes == self._num_selection_changes:
             return
@@ -425,6 +428,6 @@ class DrafterSet:
         )
 
     def publish_weights(self) -> None:
-        """The weights that the next request starts from."""
+        """Publish the weights that the next request starts from."""
         for drafter_id, weight in self.policy.pool_weights.numbers.items():
             self.metrics.drafter_weight.labels(drafter_id).set(weight)

@@ -1,7 +1,7 @@
-"""What a round needs from outside: drafters to ask, a target to decide. No transport here.
+"""The ports of a round: drafters to ask, a target to decide. No transport here.
 
-A `RequestDrafter` and a `Target` belong to one request. They read its `Prefix`, which only ever grows, so that whoever
-must be told the whole text again (a replica after a loss, a verifier after a move) finds it there.
+A `RequestDrafter` and a `Target` belong to one request. They read its `Prefix`, which only ever grows: a peer that must
+be told the whole text again (a replica after a loss, a verifier after a move) is told it from there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moot.drafters.interface import NO_REQUEST_CONTEXT, RequestContext
 
 @dataclass(slots=True)
 class AttachedState:
-    """One request's dealings with them, on its prefix: whoever opens or verifies tells what is wished."""
+    """One request's attached drafters, kept on its prefix: an opening or a verify tells the verifier what is wished."""
 
     drafter_ids: tuple[str, ...]
     width: int
@@ -43,7 +43,7 @@ class Prefix:
     output_token_ids: list[int] = field(default_factory=list)
     """The very list that the request's Generation appends to."""
     top_candidates: list[tuple[int, ...]] = field(default_factory=list)
-    """Per output token the target's most likely ids there; an empty row where they are not known."""
+    """Per output token the target's most likely ids there; an empty row where the ids are not known."""
     cache_salt: str = ""
     traceparent: str = ""
     """Where its trace goes on; empty: it is not traced."""
@@ -67,7 +67,7 @@ class Prefix:
         return rows if rows and all(rows) else []
 
     def note(self, top_candidates: Sequence[tuple[int, ...]]) -> None:
-        """The rows of the tokens committed last, after their ids were appended; missing ones are filled up."""
+        """Note the rows of the tokens committed last, after their ids were appended; missing ones are filled up."""
         missing = len(self.output_token_ids) - len(self.top_candidates)
         rows = list(top_candidates[:missing])
         self.top_candidates.extend(rows + [()] * (missing - len(rows)))
@@ -100,19 +100,19 @@ class ProposalCollector:
         """Drafter id to when its answer came, by the loop's time."""
 
     def expect(self, drafter: RequestDrafter) -> None:
-        """Called before a drafter is asked."""
+        """Count a drafter as asked; called before it is asked."""
         self._awaited.add(drafter)
         self._num_asked += 1
 
     def withdraw(self, drafter: RequestDrafter) -> None:
-        """Nothing will come from this drafter: it could not be asked, or it was lost."""
+        """Do not wait for this drafter: it could not be asked, or it was lost."""
         if drafter in self._awaited:
             self._awaited.discard(drafter)
             self._num_asked -= 1
             self._wake()
 
     def cast(self, drafter: RequestDrafter, proposals: tuple[Proposal, ...]) -> bool:
-        """An answer, empty to abstain. False: too late, or a second one; the caller drops and counts it."""
+        """Take an answer, empty to abstain. False: too late, or a second one; the caller drops and counts it."""
         if self.closed or drafter not in self._awaited:
             return False
         self._awaited.discard(drafter)
@@ -138,7 +138,7 @@ class ProposalCollector:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether somebody asked has not answered yet."""
+        """Whether a drafter that was asked has not answered yet."""
         return bool(self._awaited)
 
     @property
@@ -186,7 +186,7 @@ class RequestDrafter(Protocol):
 
     @property
     def answer_seconds(self) -> float | None:
-        """What its answers usually take; 0 where it answers at once, None where that is not known."""
+        """Seconds that its answers usually take; 0 where it answers at once, None where that is not known."""
         ...
 
     def missed(self) -> None:
@@ -212,14 +212,14 @@ class Target(Protocol):
     async def open(self) -> Verification:
         """Prefill the prefix and return the next token.
 
-        Raises NoCapacity (nobody can serve it within the configured wait), RequestPoisoned (this request fails by
+        Raises NoCapacity (no verifier can serve it within the configured wait), RequestPoisoned (this request fails by
         itself or killed two verifiers), InvalidRequest, DeadlineExceeded.
         """
         ...
 
     @property
     def verifier_id(self) -> str:
-        """Of the verifier that the next draft goes to, as things stand; empty while there is none."""
+        """Id of the verifier that the next draft goes to, as things stand; empty while there is none."""
         ...
 
     async def verify(self, draft: Draft) -> tuple[Verification, bool]:
@@ -239,7 +239,7 @@ class Target(Protocol):
 
 
 class Targets(Protocol):
-    """Where rounds get the target of a request from."""
+    """The source of targets: rounds get the target of a request from it."""
 
     def target(self, prefix: Prefix, num_top_candidates: int) -> Target: ...
 
@@ -275,5 +275,5 @@ class DrafterSource(Protocol):
 
 
 def known_ids(sources: Iterable[DrafterSource]) -> str:
-    """For messages: the ids in order, or "none"."""
+    """The known ids as messages show them: in order, or "none"."""
     return ", ".join(sorted(source.drafter_id for source in sources)) or "none"

@@ -1,4 +1,4 @@
-"""What the router's parts say to each other: a generation asked for, its chunks, its record. Plain data, no I/O."""
+"""The types that the router's parts exchange: a generation asked for, its chunks, its record. Plain data, no I/O."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moot.drafters.request.siblings import Siblings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusalOptions(Options):
-    """What a caller is told that is refused."""
+    """Options of a refusal."""
 
     retry_after_s: float = option(
-        1.0, help="seconds that a refused caller is told to wait where nothing was measured yet", minimum=0
+        1.0, help="seconds that a refused caller is told to wait, until they can be estimated", minimum=0
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Sessions that the verifiers take: in their batches, and waiting for a place in one."""
+    """Places: sessions that the verifiers take, in their batches, and waiting for a place in one."""
 
     num_running: int
     num_waiting: int
@@ -66,7 +66,7 @@ class DrafterMetrics:
 
 @dataclass(frozen=True, slots=True)
 class GenerationMetrics:
-    """Of one choice, in vLLM's terms. Tokens cut off by a stop count nowhere."""
+    """Metrics of one choice, in vLLM's terms. Tokens cut off by a stop count nowhere."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -80,7 +80,7 @@ class GenerationMetrics:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What pushing token ids into an assembler made known.
+    """The text that pushing token ids into an assembler released.
 
     `text`: safe to show now. `num_tokens_kept`: of the pushed ids, those that belong to the output; fewer than pushed
     only when a stop string was completed (`stopped`): the output's ids end with the token that completed it.
@@ -98,15 +98,16 @@ class TextAssembler(Protocol):
     def push(self, token_ids: Sequence[int]) -> TextDelta: ...
 
     def flush(self) -> str:
-        """The held-back tail, when the output ended without a stop string."""
+        """Release the held-back tail, when the output ended without a stop string."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """A span of output tokens, with the text that they made safe to show, from the round that commits it to the reply.
+    """Committed tokens with the text that they made safe to show, on their way from the round that commits them to the
+    reply.
 
-    The last one has `finish_reason` and `metrics`; spans have no gap and no overlap.
+    The last one has `finish_reason` and `metrics`; chunks have no gap and no overlap.
     """
 
     text: str
@@ -116,11 +117,11 @@ class GenerationChunk:
     stop_reason: str | int | None = None
     metrics: GenerationMetrics | None = None
     durable: bool = True
-    """False: the store was not reachable when this span was committed (degraded mode)."""
+    """False: the store was not reachable when these tokens were committed (degraded mode)."""
 
 
 class Generator(Protocol):
-    """The rounds, as the HTTP and gRPC fronts see them. Closing the iterator aborts and frees everything."""
+    """The rounds, as the HTTP and gRPC APIs see them. Closing the iterator aborts and frees everything."""
 
     def generate(self, request: GenerationRequest, assembler: TextAssembler) -> AsyncIterator[GenerationChunk]: ...
 
@@ -166,8 +167,8 @@ class RequestStore(Protocol):
         ...
 
     def release(self, request_id: str) -> None:
-        """This router is done with the request, ended or not: it no longer prolongs the lease, so that an open record
-        can be claimed, and keeps nothing in memory that the record has."""
+        """Let go of a request, ended or not: the router no longer prolongs its lease, so that an open record can be
+        claimed, and keeps nothing in memory that the record has."""
         ...
 
     async def load(self, request_id: str) -> RequestRecord | None: ...

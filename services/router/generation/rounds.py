@@ -43,14 +43,14 @@ _RESUMABLE = (NoCapacity, DeadlineExceeded, PeerError)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a request's record says of the model."""
+    """The model as a request's record names it."""
 
     name: str
     tokenizer_fingerprint: str
 
 
 class Rounds:
-    """The `Generator` of types.py."""
+    """The `Generator` of request_types.py."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Rounds:
                     ending = None
                 yield committed_tokens if durable else replace(committed_tokens, durable=False)
         except StoreError:
-            # Not ours any more: whoever owns the record decides about its end.
+            # Not ours any more: the owner of the record decides about its end.
             ending = None
             raise
         except MootError as error:
@@ -141,8 +141,8 @@ class Rounds:
     async def _close_record(
         self, request_id: str, epoch: int, committed: int, unsettled: GenerationChunk | None, reason: FinishReason
     ) -> None:
-        """`unsettled`: the span whose commit was cut off. Whether it was applied is not known; sent again it counts
-        once."""
+        """End the record. `unsettled`: the committed tokens whose commit was cut off. Whether it was applied is not
+        known; sent again it counts once."""
         try:
             if unsettled is not None:
                 await self._commit(request_id, epoch, committed, unsettled)
@@ -194,10 +194,10 @@ class _Course:
         self._asked: tuple[RoundPlan, ProposalCollector] | None = None
         """What the next round has asked already."""
         self._busy_s = 0.0
-        """How long this process has been busy with the round under way; never while it waited for others."""
+        """How long this process has been busy with the round under way; never while it waited for peers."""
 
     async def run(self) -> None:
-        """Ends the spans in every case, and frees drafters and verifier in every case."""
+        """Run the rounds to their end. In every case it ends the commit queue, and frees drafters and verifier."""
         generation = self._generation
         error: BaseException | None = None
         try:
@@ -207,7 +207,7 @@ class _Course:
             await self._commit_opening(opening)
             while not generation.is_finished:
                 await self._round()
-        except Exception as caught:  # noqa: BLE001 - raised again to whoever reads the spans
+        except Exception as caught:  # noqa: BLE001 - raised again to the reader of the commit queue
             error = caught
         finally:
             self._target.end(aborted=not generation.is_finished)
@@ -258,14 +258,14 @@ class _Course:
         return plan, box
 
     async def _commit_opening(self, verification: Verification) -> None:
-        """The first token, or the first one after a move. It is no round."""
+        """Commit the first token, or the first one after a move. It is no round."""
         delta = self._assembler.push(verification.output_token_ids)
         verification = self._generation.open(verification, delta.num_tokens_kept, delta.stopped)
         self._request_drafters.hear_attached(verification)
         await self._emit(verification, delta)
 
     async def _emit(self, verification: Verification, delta: TextDelta) -> None:
-        """Of a verification as it was committed."""
+        """Put what a committed verification brought into the commit queue."""
         self._prefix.note(verification.top_candidates)
         token_ids, text, finish = verification.output_token_ids, delta.text, verification.finish_reason
         stop_reason: str | int | None = delta.stop_reason
@@ -297,9 +297,10 @@ class _Course:
 
 
 class _Spans:
-    """Spans between the rounds of one request and what reads them: bounded, and merged when the reader lags.
+    """The commit queue of one request: committed tokens between its rounds and their reader, bounded, and merged when
+    the reader lags.
 
-    The rounds put, the reader takes everything that is there as one span. So a store or a client that is slow for a
+    The rounds put, the reader takes everything that is there as one chunk. So a store or a client that is slow for a
     moment costs no round, and one that stays slow pauses this request only. One writer, one reader, one event loop.
     """
 
@@ -324,13 +325,13 @@ class _Spans:
         asyncio.get_running_loop().call_soon(_wake, self._reader)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing more comes; `error` is raised to the reader after the spans that are there."""
+        """Nothing more comes; `error` is raised to the reader after the chunks that are there."""
         self._ended = True
         self._error = error
         _wake(self._reader)
 
     async def take(self) -> GenerationChunk | None:
-        """All that is there as one span; None at the end. Raises the error it was ended with."""
+        """All that is there as one chunk; None at the end. Raises the error it was ended with."""
         while not self._commit_queue and not self._ended:
             self._reader = asyncio.get_running_loop().create_future()
             try:

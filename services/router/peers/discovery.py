@@ -1,10 +1,8 @@
-"""Where peers are: sources of address lists. A pool follows one; whatever a source meets, the last list stays.
+"""Discovery: sources of the address lists of peers. A pool follows one; whatever a source meets, the last list stays.
 
-Where peers are, in a cluster: a list and watch of the EndpointSlices of one Service.
-
-`k8s:///NAMESPACE/SERVICE:PORT`. A thread lists and watches; after every watch that ends, however it ends, it lists
-again, so that an event that was missed is made up for. An API server that fails or answers nonsense changes nothing:
-the last list stays until another comes.
+In a cluster the source is a list and watch of the EndpointSlices of one Service, `k8s:///NAMESPACE/SERVICE:PORT`. A
+thread lists and watches; after every watch that ends, however it ends, it lists again, so that an event that was missed
+is made up for. An API server that fails or answers nonsense changes nothing: the last list stays until another comes.
 """
 
 from __future__ import annotations
@@ -122,7 +120,7 @@ class _Follower:
         """The latest answer, which may be being read."""
 
     def stop(self) -> None:
-        """From the loop's thread: a read that waits is ended."""
+        """Stop the thread, from the loop's thread: a read that waits is ended."""
         self._stopped.set()
         # An answer that is over, or whose connection is gone, is as good.
         with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
@@ -183,7 +181,7 @@ class _Follower:
             self._publish()
 
     def _ask(self, timeout_s: float, **parameters: Any) -> Any:
-        """An answer whose body has not been read. `timeout_s`: longest silence of the server.
+        """Ask the API server; the answer's body is still to be read. `timeout_s`: longest silence of the server.
 
         A watch makes a model of each event if this says which, and leaves it as it is where this says nothing.
         """
@@ -210,7 +208,8 @@ class _Follower:
 
 
 def parse_slices(entry: str, timeout_s: float, api: Any = None) -> SlicePeers:
-    """`k8s:///NAMESPACE/SERVICE:PORT`. Raises ConfigError naming the bad entry, or where no cluster can be found."""
+    """The source of a `k8s:///NAMESPACE/SERVICE:PORT` entry. Raises ConfigError naming the bad entry, or where no
+    cluster can be found."""
     names, _, port = entry.removeprefix(K8S_SCHEME).rpartition(":")
     namespace, _, service = names.partition("/")
     good = port.isdigit() and 0 < int(port) < 65536 and _NAME.fullmatch(namespace) and _NAME.fullmatch(service)
@@ -220,7 +219,7 @@ def parse_slices(entry: str, timeout_s: float, api: Any = None) -> SlicePeers:
 
 
 def _cluster_api() -> Any:
-    """Of the cluster that this pod is in, or else of the user's kubeconfig."""
+    """The API of the cluster that this pod is in, or else of the user's kubeconfig."""
     from kubernetes import client, config
 
     configuration = client.Configuration()
@@ -325,7 +324,8 @@ class JoinedPeers:
 
 
 def parse_source(addresses: Sequence[str], interval_s: float, timeout_s: float) -> PeerSource:
-    """host:port, dns:///name:port and k8s:///namespace/service:port entries. Raises ConfigError naming the bad one."""
+    """The source of host:port, dns:///name:port and k8s:///namespace/service:port entries. Raises ConfigError naming
+    the bad one."""
     static = frozenset(_checked(entry) for entry in addresses if not entry.startswith((DNS_SCHEME, K8S_SCHEME)))
     sources: list[PeerSource] = [StaticPeers(static)] if static else []
     for entry in addresses:
@@ -338,7 +338,7 @@ def parse_source(addresses: Sequence[str], interval_s: float, timeout_s: float) 
 
 
 def parse_drafters(entries: Iterable[str]) -> dict[str, list[str]]:
-    """`id=address|address` entries by drafter id. Raises ConfigError naming the bad one."""
+    """The sources of `id=address|address` entries, by drafter id. Raises ConfigError naming the bad one."""
     drafters: dict[str, list[str]] = {}
     for entry in entries:
         drafter_id, separator, rest = entry.partition("=")

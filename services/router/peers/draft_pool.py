@@ -16,7 +16,8 @@ from moot.core.errors import DeadlineExceeded
 
 
 class DraftPool:
-    """Places are keyed by session id. `on_depth` is told every change of the depth, as a difference."""
+    """The places of drafts at one verifier, keyed by session id. `on_depth` is told every change of the depth, as a
+    difference."""
 
     def __init__(self, batch_size: int, on_depth: Callable[[int], None] = lambda change: None) -> None:
         if batch_size < 1:
@@ -42,7 +43,7 @@ class DraftPool:
         return len(self._running) + len(self._waiting) + len(self._reserved)
 
     async def reserve(self, session_id: int, timeout_s: float) -> None:
-        """A place for the draft that this session makes next; waits for one, first come first served.
+        """Reserve a place for the draft that this session makes next; waits for one, first come first served.
 
         Raises DeadlineExceeded after `timeout_s`. Reserving again what is reserved changes nothing.
         """
@@ -68,7 +69,7 @@ class DraftPool:
             timer.cancel()
 
     def enter(self, session_id: int) -> None:
-        """The draft is sent. Needs the reservation, which it uses up."""
+        """Note that the draft is sent, which uses up the reservation."""
         if session_id not in self._reserved:
             raise ValueError("no place in the pool is reserved for this session")
         self._reserved.discard(session_id)
@@ -80,7 +81,7 @@ class DraftPool:
             self._admit()
 
     def leave(self, session_id: int) -> None:
-        """The draft was answered or dropped, or its session is gone. Calling it twice is harmless."""
+        """Free a place: the draft was answered or dropped, or its session is gone. Calling it twice is harmless."""
         self._reserved.discard(session_id)
         self._running.discard(session_id)
         if session_id in self._waiting:
@@ -95,7 +96,7 @@ class DraftPool:
         self._admit()
 
     def clear(self) -> None:
-        """The verifier is gone, and with it all places. Paused requests go on, and find it lost."""
+        """Free all places: the verifier is gone. Paused requests go on, and find it lost."""
         if self._waiting:
             self._on_depth(-len(self._waiting))
         self._running.clear()

@@ -1,6 +1,6 @@
 """One drafter pod over gRPC: one stream for all requests, its sessions, its failures. Pools: drafter_pools.py.
 
-One request on one drafter replica: what it was told, what it was asked, and which answer fits.
+`DraftSession` is one request on one drafter replica: what it was told, what it was asked, and which answer fits.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class DraftSession:
         self._reopened = False
         self._has_answered = False
         self._ahead: Proposal | None = None
-        """What was drafted after the last question's base, told unasked."""
+        """The path drafted after the last question's base, which the replica told unasked."""
         self.session_id = link.attach(self)
 
     def ask(self, box: ProposalCollector, num_tokens: int, width: int, deadline_ms: int) -> None:
-        """Raises PeerLost. The session is opened with its first question."""
+        """Ask the replica for proposals; the session is opened with its first question. Raises PeerLost."""
         self.asked_at = asyncio.get_running_loop().time()
         proposal = self._told_ahead(num_tokens) if width == 1 else None
         self._ahead = None
@@ -160,7 +160,7 @@ class DraftSession:
         box.cast(self._drafter, tuple([convert.proposal_from_pb(proposal, name) for proposal in message.proposals]))
 
     def on_ahead(self, message: pb.Ahead) -> None:
-        """What the replica has drafted since its answer. It costs nobody anything to have it."""
+        """Keep what the replica has drafted ahead since its answer: having it costs no time."""
         link = self.link
         if message.round_index != self._round_index or message.base_length != self._base_length:
             link.drop("stale")
@@ -171,7 +171,7 @@ class DraftSession:
             self._ahead = convert.proposal_from_pb(message.path, link.drafter_id)
 
     def on_unknown(self) -> None:
-        """The replica has forgotten the session: open it again, once for each question."""
+        """Open the session again that the replica has forgotten, once for each question."""
         link, box = self.link, self._box
         self._prefix.heard_at = link.read_at
         forgotten, self.session_id = self.session_id, link.attach(self)
@@ -192,7 +192,7 @@ class DraftSession:
             self.on_lost("lost")
 
     def on_lost(self, reason: str) -> None:
-        """The replica is gone or ejected; the round goes on without its answer."""
+        """Give up the answer: the replica is gone or ejected, and the round goes on without it."""
         self.is_lost = True
         box, self._box = self._box, None
         if box is not None and not box.closed:
@@ -207,7 +207,7 @@ class DraftSession:
 
 
 def _top_candidates(rows: list[tuple[int, ...]]) -> token_pb2.TopCandidates | None:
-    """Rows of one message have one width: the narrowest."""
+    """Rows of top candidates cut to one width, the narrowest, as a message needs."""
     if not rows:
         return None
     width = min(map(len, rows))
@@ -269,7 +269,7 @@ class DrafterLink(PeerLink[pb.DraftCommand]):
             self._quiet_since = now
 
     def is_quiet(self) -> bool:
-        """Whether it has answered nobody for longer than reading a long prompt may take."""
+        """Whether the replica has answered no request for longer than reading a long prompt may take."""
         now = asyncio.get_running_loop().time()
         return self._quiet_since is not None and now - self._quiet_since > self._failures.policy.warm_up_s
 
@@ -277,7 +277,8 @@ class DrafterLink(PeerLink[pb.DraftCommand]):
         self._failures.answered()
 
     def failure(self, reason: str, asked_at: float) -> None:
-        """`reason`: "missed", or why an answer was malformed. The third failure ejects this replica for a while."""
+        """Count a failure. `reason`: "missed", or why an answer was malformed. The third failure ejects this replica
+        for a while."""
         now = asyncio.get_running_loop().time()
         judge = self._failures.missed if reason == "missed" else self._failures.malformed
         duration = judge(asked_at, now)

@@ -1,4 +1,4 @@
-"""Drafters as a request sees them: alike replicas behind one id, one of them for each request until it is lost."""
+"""Pools of drafters: alike replicas behind one id, one of them for each request until it is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _FOLLOWING = 0.1
 
 
 class PooledDrafter:
-    """The `RequestDrafter` port of one request: its session on one replica, kept until that is lost."""
+    """A pool of drafters as the `RequestDrafter` port of one request: its session on one replica, kept until that is
+    lost."""
 
     __slots__ = ("_pool", "_prefix", "_session")
 
@@ -115,7 +116,7 @@ class DrafterPool:
         self.answer_seconds: float | None = None
 
     def note_answer(self, seconds: float) -> None:
-        """One more answer that came in time, so long after its question."""
+        """Note one more answer that came in time, so long after its question."""
         usual = self.answer_seconds
         self.answer_seconds = seconds if usual is None else usual + _FOLLOWING * (seconds - usual)
 

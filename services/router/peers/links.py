@@ -1,6 +1,6 @@
 """One peer address: connect, ask what stands behind it, keep one stream, and begin again when it breaks.
 
-    connecting ──► ready ◄──► ejected            struck three times; comes back by itself
+    connecting ──► ready ◄──► ejected            three failures; comes back by itself
         ▲            │  └──► draining            the peer goes away: nothing new is opened there
         │            ▼
        lost ◄── any of them                      backoff with jitter, then connecting
@@ -58,17 +58,21 @@ class PeerState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPolicy(Options):
-    """How a link lives; durations in seconds."""
+    """Options of a link; durations in seconds."""
 
     link: LinkConfig = part(LinkConfig)
     tls: PodTls | None = None
-    backoff_min_s: float = option(0.1, help="seconds until a lost peer is connected to again, at first", above=0)
-    backoff_max_s: float = option(5.0, help="seconds until then at most", above=0)
+    backoff_min_s: float = option(
+        0.1, help="seconds until a lost peer is connected to again: the first time, then more each time", above=0
+    )
+    backoff_max_s: float = option(5.0, help="most seconds until a lost peer is connected to again", above=0)
     refused_retry_s: float = option(
         10.0, help="seconds until a peer with another tokenizer, model or certificate is asked again", above=0
     )
     max_queued_commands: int = option(
-        MAX_QUEUED_COMMANDS, help="commands to one peer not yet sent; past it the stream is ended", minimum=1
+        MAX_QUEUED_COMMANDS,
+        help="most commands to one peer that wait to be sent; with more the stream is ended",
+        minimum=1,
     )
     describe_timeout_ms: int = option(2_000, help="milliseconds to connect to a peer and hear what it is", minimum=1)
 
@@ -86,12 +90,13 @@ _turns = itertools.count(1)
 
 
 def new_session_id() -> int:
-    """Never used before by this process, and hardly by another one: an answer to an old session matches nothing."""
+    """A session id never used before by this process, and hardly by another one: an answer to an old session matches
+    nothing."""
     return next(_session_ids)
 
 
 class PeerLink(ABC, Generic[CommandT]):
-    """`on_state` is called after every change of state. All methods belong to one event loop."""
+    """A link to one peer. `on_state` is called after every change of state. All methods belong to one event loop."""
 
     role: str
 
@@ -102,7 +107,7 @@ class PeerLink(ABC, Generic[CommandT]):
         self.address = address
         self.state = PeerState.CONNECTING
         self.refusal: str | None = None
-        # Routers that have chosen nobody yet must not all begin with the same one.
+        # Routers that have chosen no peer yet must not all begin with the same one.
         self._last_turn = -random.random()
         self._has_left = False
         self._policy = policy
@@ -133,21 +138,21 @@ class PeerLink(ABC, Generic[CommandT]):
     @property
     @abstractmethod
     def load(self) -> int:
-        """Sessions open here."""
+        """Number of sessions open on this link."""
 
     @property
     def rank(self) -> tuple[int, float]:
-        """The least is to be chosen next: the least loaded, and of equals the one not chosen for longest. Without the
-        second part the same one would get everything as long as nobody is busy."""
+        """Rank for choosing, the least first: the least loaded, and of equals the one not chosen for longest. Without
+        the second part the same link would get everything as long as no link is busy."""
         return self.load, self._last_turn
 
     def take_turn(self) -> None:
-        """It has been chosen."""
+        """Note that the link has been chosen."""
         self._last_turn = next(_turns)
 
     @abstractmethod
     async def _describe(self, channel: grpc.aio.Channel) -> None:
-        """Ask what stands there and remember it. Raises PeerRefused when it must not be used."""
+        """Ask the peer what it is and remember it. Raises PeerRefused when it must not be used."""
 
     @abstractmethod
     def _open_stream(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[Any, Any]: ...
@@ -162,7 +167,7 @@ class PeerLink(ABC, Generic[CommandT]):
 
     @abstractmethod
     def _lost(self, reason: str) -> None:
-        """The stream is gone: tell every session, and forget them all."""
+        """Tell every session that the stream is gone, and forget them all."""
 
     def send(self, command: CommandT, since: float = 0.0) -> None:
         """Queue a command that follows a message read at `since`. Raises PeerLost when there is no stream or the peer
@@ -181,15 +186,15 @@ class PeerLink(ABC, Generic[CommandT]):
             raise PeerLost(f"{self.role} {self.address} does not take what is queued") from error
 
     def break_stream(self, reason: str) -> None:
-        """Give the stream up; sessions hear of it at once, and the link begins anew."""
+        """Give the stream up; its sessions are told at once, and the link begins anew."""
         self._close_stream(reason)
 
     def _overflow(self, reason: str) -> None:
-        """The queue of this side is full."""
+        """Handle a full queue on this side."""
         self.break_stream(reason)
 
     def leave(self) -> None:
-        """Give the stream of a peer up that goes away. What stands there next is not there at once."""
+        """Give up the stream of a peer that goes away. The next process at its address is not there at once."""
         self._has_left = True
         self._close_stream("the peer goes away")
 
@@ -275,7 +280,7 @@ class PeerLink(ABC, Generic[CommandT]):
             await asyncio.wait([writer])
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any], queue: FrameQueue[_Queued[CommandT]]) -> None:
-        """Until the queue is closed. A stream that does not take a frame is given up."""
+        """Write frames until the queue is closed. A stream that does not take a frame is given up."""
         try:
             while frame := await queue.next_frame():
                 message = self._frame([queued.command for queued in frame])

@@ -1,4 +1,4 @@
-"""Drafters inside the router's process: the kinds that need no model cost less than the hop to a pod would."""
+"""Drafters in the router's process: the kinds that need no model cost less than the hop to a pod would."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SLICE_TOKENS = 2048
 
 
 class LocalPool:
-    """One drafter, which serves every request of this router. Same interface as a pool of replicas."""
+    """One drafter in this process, which serves every request of this router. Same interface as a pool of replicas."""
 
-    def __init__(self, drafter_id: str, proposer: Drafter[Any], failures: EjectionPolicy, metrics: Metrics) -> None:
+    def __init__(self, drafter_id: str, drafter: Drafter[Any], failures: EjectionPolicy, metrics: Metrics) -> None:
         self.drafter_id = drafter_id
-        self.proposer = proposer
+        self.held_drafter = drafter
         self.metrics = metrics
         metrics.drafter_ejections.labels(drafter_id)
         self.num_sessions = 0
@@ -32,14 +32,14 @@ class LocalPool:
 
     @property
     def wants_top_candidates(self) -> bool:
-        return self.proposer.kind == "recycling"
+        return self.held_drafter.kind == "recycling"
 
     @property
     def is_available(self) -> bool:
         return asyncio.get_running_loop().time() >= self._ejected_until
 
     def serves(self, prefix: Prefix) -> bool:
-        return self.proposer.serves(prefix.request_context)
+        return self.held_drafter.serves(prefix.request_context)
 
     def drafter(self, prefix: Prefix) -> LocalDrafter:
         return LocalDrafter(self, prefix)
@@ -58,7 +58,7 @@ class LocalPool:
 
 
 class LocalDrafter:
-    """The `RequestDrafter` port of one request. It answers within `ask`."""
+    """A local drafter as the `RequestDrafter` port of one request. It answers within `ask`."""
 
     __slots__ = ("_asked_at", "_known_length", "_pool", "_prefix", "_session", "_slices")
 
@@ -75,19 +75,19 @@ class LocalDrafter:
         return self._pool.drafter_id
 
     def prepare(self) -> None:
-        if self._slices is None and len(self._prefix) < self._pool.proposer.context_limit:
+        if self._slices is None and len(self._prefix) < self._pool.held_drafter.context_limit:
             self._slices = asyncio.get_running_loop().call_soon(self._go_on)
 
     def ask(self, box: ProposalCollector, num_speculative_tokens: int, width: int) -> bool:
         pool, length = self._pool, len(self._prefix)
-        num_tokens = min(num_speculative_tokens, pool.proposer.context_limit - length)
+        num_tokens = min(num_speculative_tokens, pool.held_drafter.context_limit - length)
         if num_tokens < 1 or not pool.is_available:
             return False
         self._asked_at = asyncio.get_running_loop().time()
         try:
             if not self._catch_up():
                 return False
-            (chains,) = pool.proposer.propose([Ask(self._session, num_tokens, width)])
+            (chains,) = pool.held_drafter.propose([Ask(self._session, num_tokens, width)])
         except Exception:  # noqa: BLE001 - a kind's mistake must not reach another request; this one goes on without it
             _log.exception("drafter failed", extra={"drafter": self.drafter_id})
             self._close()
@@ -115,20 +115,20 @@ class LocalDrafter:
 
     def _catch_up(self) -> bool:
         """Tell the drafter the next slice of what it does not know yet. True once it knows the whole prefix."""
-        prefix, proposer = self._prefix, self._pool.proposer
+        prefix, drafter = self._prefix, self._pool.held_drafter
         if self._known_length < 0:
             first = [*prefix.prompt_token_ids, *prefix.output_token_ids][:SLICE_TOKENS]
-            self._session = proposer.open_request(first, prefix.params, prefix.request_context)
+            self._session = drafter.open_request(first, prefix.params, prefix.request_context)
             self._pool.num_sessions += 1
             self._known_length = len(first)
         elif self._known_length < len(prefix.prompt_token_ids):
             part = prefix.prompt_token_ids[self._known_length :][:SLICE_TOKENS]
-            proposer.extend(self._session, part)
+            drafter.extend(self._session, part)
             self._known_length += len(part)
         elif self._known_length < len(prefix):
             new = prefix.since(self._known_length)[:SLICE_TOKENS]
             rows = prefix.candidates_since(self._known_length)[:SLICE_TOKENS]
-            proposer.extend(self._session, new, rows)
+            drafter.extend(self._session, new, rows)
             self._known_length += len(new)
         if self._known_length == len(prefix):
             return True
@@ -153,4 +153,4 @@ class LocalDrafter:
             self._known_length = -1
             self._pool.num_sessions -= 1
             session, self._session = self._session, None
-            self._pool.proposer.close(session)
+            self._pool.held_drafter.close(session)

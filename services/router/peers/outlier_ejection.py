@@ -1,6 +1,6 @@
-"""When a drafter is not asked for a while: three failures, then ejected for a time that grows; no clock of its own.
+"""Outlier ejection: after three failures a drafter is ejected for a time that grows; no clock of its own.
 
-A failure is a malformed answer, or one that missed its draft trie. Of the latter only those in a row count: an answer
+A failure is a malformed answer, or one that missed its round's vote. Of the latter only those in a row count: an answer
 in time forgives them. One hiccup is one failure, however many requests saw it: a failure needs a question that was
 asked after the failure before. The n-th ejection in a row lasts n times the first; a long time without one resets n.
 """
@@ -14,7 +14,7 @@ from moot.core.options import Options, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EjectionPolicy(Options):
-    """Durations in seconds."""
+    """Options of outlier ejection; durations in seconds."""
 
     ejection_failures: int = option(3, help="late or malformed answers until a drafter is ejected", minimum=1)
     eject_s: float = option(
@@ -26,7 +26,7 @@ class EjectionPolicy(Options):
         help="seconds in which a drafter may read a prompt before lateness counts",
         minimum=0,
     )
-    """Misses of a session's first answer count only from a drafter that has answered nobody for this long."""
+    """Misses of a session's first answer count only from a drafter that has answered no request for this long."""
     memory_s: float = option(
         300.0,
         flag="ejection_memory_s",
@@ -46,18 +46,18 @@ class OutlierEjection:
     _ejected_until: float = float("-inf")
 
     def answered(self) -> None:
-        """A good answer, in time."""
+        """Note a good answer that came in time."""
         self._num_missed = 0
 
     def malformed(self, asked_at: float, now: float) -> float | None:
-        """Returns how long to eject for, if this was the last failure."""
+        """Note a malformed answer. Returns how long to eject for, if this was the last failure."""
         if asked_at <= self._last_failure_at:
             return None
         self._malformed_at.append(now)
         return self._failure(now)
 
     def missed(self, asked_at: float, now: float) -> float | None:
-        """As `malformed`, for an answer that did not come in time."""
+        """Note an answer that did not come in time; returns as `malformed`."""
         if asked_at <= self._last_failure_at:
             return None
         self._num_missed += 1

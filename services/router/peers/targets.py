@@ -1,6 +1,7 @@
-"""The target of a request, wherever it runs: moving to another verifier, suspicion, bounded waits.
+"""The target of a request, wherever it runs: moving to another verifier, suspects, bounded waits.
 
-All verifiers of the served model: which are there, which may serve, and the choice of one for a request.
+`VerifierPool` holds all verifiers of the served model: which are there, which may serve, and the choice of one for a
+request.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _log = logging.getLogger("moot.router.verifiers")
 class MovingTarget:
     """The `Target` port of one request.
 
-    A move opens prompt + committed output on another verifier, which answers with the next token: the same one that
-    the lost verifier would have sent. A request that waited for an answer when its verifier died is suspect: it
-    shares the next verifier's losses with no other such request, so that the one that kills is told from its
-    neighbours. The second verifier that it kills convicts it.
+    A move opens prompt + committed output on another verifier, which answers with the next token: the same one that the
+    lost verifier would have sent. A request that waited for an answer when its verifier died is suspect: it shares the
+    next verifier's losses with no other such request, so that the request that makes verifiers fail is told from its
+    neighbours. After `max_losses` lost verifiers (two by default) it is not tried again.
     """
 
     def __init__(self, pool: VerifierPool, prefix: Prefix, num_top_candidates: int) -> None:
@@ -97,8 +98,8 @@ class MovingTarget:
         self._release()
 
     async def _place(self, full: set[VerifierLink]) -> Verification:
-        """Open on some verifier; again on another one while they are lost, within the bounds. `full`: those that had no
-        room for this request a moment ago."""
+        """Open on some verifier; again on another one while verifiers are lost, within the bounds. `full`: those that
+        had no room for this request a moment ago."""
         try:
             return await self._placed(full)
         finally:
@@ -166,13 +167,15 @@ class MovingTarget:
         return link.is_ready
 
     def _note_room(self, has_room: bool) -> None:
-        """A request that has begun moves on a promise made before; only new ones tell that there is no room."""
+        """Note whether there is room for this request. One that has begun moves on a promise made before; only new ones
+        tell that there is no room."""
         is_without_room = not has_room and not self._prefix.output_token_ids
         self._pool.num_without_room += is_without_room - self._is_without_room
         self._is_without_room = is_without_room
 
     def _note_shortage(self, error: OutOfMemory) -> None:
-        """Raises it once this request has found no memory too often. It is no verifier's fault."""
+        """Count a lack of memory, which is no verifier's fault; raises `error` once this request has met it too
+        often."""
         self._num_shortages += 1
         if self._num_shortages >= self._pool.policy.max_shortages:
             raise error
@@ -203,7 +206,7 @@ class VerifierPool:
         on_state: Callable[[], None] = lambda: None,
         on_attached: Callable[[AttachedFacts], None] = lambda _: None,
     ) -> None:
-        """`on_attached` is told each drafter inside a verifier that was admitted."""
+        """`on_attached` is told each drafter attached to a verifier that was admitted."""
         self.links: dict[str, VerifierLink] = {}
         self.policy = target_policy
         self.metrics = metrics
@@ -221,7 +224,7 @@ class VerifierPool:
 
     @property
     def all_links(self) -> list[VerifierLink]:
-        """Those that serve, and those whose address is gone and whose sessions are still moving."""
+        """Links to verifiers that serve, and to those whose address is gone and whose sessions are still moving."""
         return [*self.links.values(), *self._leaving]
 
     @property
@@ -230,7 +233,7 @@ class VerifierPool:
 
     @property
     def places(self) -> Places | None:
-        """Of those that can be asked; None while one of them has not said, or there is none."""
+        """Places of the verifiers that can be asked; None while one of them has not said, or there is none."""
         facts = [link.facts for link in self.links.values() if link.is_ready and link.facts is not None]
         if not facts or not all(one.max_waiting_seqs for one in facts):
             return None
@@ -242,12 +245,12 @@ class VerifierPool:
 
     @property
     def drafts(self) -> bool:
-        """Whether a verifier that can be asked has drafters inside."""
+        """Whether a verifier that can be asked has attached drafters."""
         return any(link.is_ready and link.facts is not None and link.facts.drafters for link in self.links.values())
 
     @property
     def fingerprint(self) -> str:
-        """Of the target's tokenizer; empty until a verifier was admitted."""
+        """Fingerprint of the target's tokenizer; empty until a verifier was admitted."""
         return self.info.tokenizer_fingerprint if self.info else ""
 
     @property
@@ -270,7 +273,8 @@ class VerifierPool:
         return MovingTarget(self, prefix, num_top_candidates)
 
     async def set_addresses(self, addresses: Iterable[str]) -> None:
-        """A verifier whose address is gone takes nothing new; what it serves moves at its next round, as in a drain."""
+        """Follow the list of addresses. A verifier whose address is gone takes nothing new; what it serves moves at its
+        next round, as in a drain."""
         wanted = set(addresses)
         gone = [self.links.pop(address) for address in set(self.links) - wanted]
         for link in gone:
@@ -295,7 +299,7 @@ class VerifierPool:
     async def choose(self, numerics: str, avoid: set[VerifierLink], deadline: float) -> VerifierLink:
         """The next verifier, the least loaded, with these numerics if there is one; waits until `deadline` (loop time).
 
-        `avoid`: those that had no capacity a moment ago; empty again when nobody else is left. Raises NoCapacity.
+        `avoid`: those that had no capacity a moment ago; empty again when no other is left. Raises NoCapacity.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -313,7 +317,7 @@ class VerifierPool:
             avoid.clear()
 
     async def _changed(self, timeout_s: float) -> None:
-        """Until some link changes its state, at most `timeout_s`."""
+        """Wait until some link changes its state, at most `timeout_s` seconds."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         self._waiters.add(waiter)

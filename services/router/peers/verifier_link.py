@@ -1,12 +1,9 @@
 """One verifier pod over gRPC: one stream, its sessions, heartbeats. All of them: targets.py.
 
-Whether a verifier is alive: does it answer, and does its compute thread move while something waits for it.
-
-Bounds of everything that waits for a verifier.
-
-What verifiers say of themselves, and what their answers must be.
-
-One request on one verifier: which answer it waits for, and until when.
+`Heartbeats` say whether a verifier is alive: whether it answers, and whether its compute thread moves while something
+waits for it. `TargetPolicy` bounds everything that waits for a verifier. `VerifierFacts` are what a verifier says of
+itself; `checked` is what its answers must be. `VerifySession` is one request on one verifier: which answer it waits
+for, and until when.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ from services.router.peers.links import LinkPolicy, PeerLink, PeerState, new_ses
 
 
 class Heartbeats:
-    """Of one stream: `hear` every answer to a beat, `judge` once per interval."""
+    """The heartbeats of one stream: `hear` every answer to a beat, `judge` once per interval."""
 
     def __init__(self, max_missed: int, metrics: Metrics) -> None:
         self._max_missed = max_missed
@@ -57,7 +54,7 @@ class Heartbeats:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether it has missed one or stood still for one, and is not given up yet."""
+        """Whether the verifier has missed one or stood still for one, and is not given up yet."""
         return self._num_missed > 0 or self._num_stuck > 0
 
     def hear(self, heartbeat: pb.Heartbeat) -> None:
@@ -66,7 +63,7 @@ class Heartbeats:
         self._num_queued = heartbeat.num_queued
 
     def judge(self) -> str | None:
-        """One more interval is over. Why the verifier is lost; None: it is not."""
+        """Judge at the end of an interval. Returns why the verifier is lost; None: it is not."""
         self._num_missed = 0 if self._heard else self._num_missed + 1
         if not self._heard:
             self._metrics.heartbeats_missed.labels("missed").inc()
@@ -83,31 +80,37 @@ class Heartbeats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPolicy(Options):
-    """Bounds of everything that waits for a verifier; durations in seconds."""
+    """Options that bound every wait for a verifier; durations in seconds."""
 
     heartbeat_interval_s: float = option(HEARTBEAT_INTERVAL_S, help="seconds between heartbeats to a verifier", above=0)
     max_missed_heartbeats: int = option(
-        3, help="missed or unprogressing heartbeats until a verifier is lost", minimum=1
+        3, help="heartbeats in a row, missed or without progress, until a verifier is given up", minimum=1
     )
-    open_timeout_s: float = option(300.0, help="seconds for a verifier to read a prompt, its queue included", above=0)
-    verify_timeout_s: float = option(60.0, help="seconds for a verifier to answer a draft, the pool included", above=0)
+    open_timeout_s: float = option(
+        300.0, help="seconds that a verifier may take to read a prompt, time in its queue included", above=0
+    )
+    verify_timeout_s: float = option(
+        60.0, help="seconds that a verifier may take to answer a draft, time in the pool included", above=0
+    )
     no_verifier_wait_s: float = option(
         10.0, help="seconds a request waits while no verifier can take it; then 503", above=0
     )
     retry_after_s: float = option_of(RefusalOptions, "retry_after_s")
     capacity_retry_s: float = option(0.1, help="seconds until a full verifier is asked again", above=0)
-    max_moves: int = option(3, help="lost verifiers that one request survives", minimum=0)
+    max_moves: int = option(3, help="verifiers that one request may lose and still move on", minimum=0)
     max_losses: int = option(
-        2, help="lost verifiers that were computing a request until it is not tried again", minimum=1
+        2, help="verifiers lost while computing a request until the request is not tried again", minimum=1
     )
-    suspect_wait_s: float = option(5.0, help="seconds such a request waits to be tried without other suspects", above=0)
+    suspect_wait_s: float = option(
+        5.0, help="seconds that a suspect request waits for a verifier without another suspect", above=0
+    )
     max_shortages: int = 3
     """Verifiers without memory for a request, one after the other, until it fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttachedFacts:
-    """A drafter inside a verifier."""
+    """A drafter attached to a verifier."""
 
     drafter_id: str
     kind: str
@@ -116,7 +119,7 @@ class AttachedFacts:
 
 @dataclass(frozen=True, slots=True)
 class VerifierFacts:
-    """What Describe said of the verifier at one address."""
+    """The facts that Describe told of the verifier at one address."""
 
     info: ModelInfo
     numerics_fingerprint: str
@@ -144,7 +147,7 @@ class VerifierFacts:
 
 
 def failure_of(failed: pb.SessionFailed, is_opening: bool) -> MootError:
-    """What a session is told whose verifier gave it up."""
+    """The error for a session that its verifier gave up."""
     error = convert.failed_from_pb(failed)
     if isinstance(error, UnknownSession) and is_opening:
         # It cannot fail to know what it is being told: count it among the verifier's own faults.
@@ -153,7 +156,8 @@ def failure_of(failed: pb.SessionFailed, is_opening: bool) -> MootError:
 
 
 def checked(verification: Verification, draft: Draft, vocab_size: int | None) -> Verification:
-    """`verification` of `draft`. Raises ValueError: a verifier that breaks the contract is not used further."""
+    """The `verification` of `draft`, if it keeps the contract. Raises ValueError: a verifier that breaks the contract
+    is not used further."""
     output, accepted = verification.output_token_ids, verification.num_accepted
     if not accepted <= len(output) <= accepted + 1 or accepted > len(draft):
         raise ValueError("the counts of tokens do not fit")
@@ -206,7 +210,7 @@ class VerifySession:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the verifier still has it, as far as is known."""
+        """Whether the verifier still has the session, as far as is known."""
         return self.link.holds(self)
 
     def verify(self, draft: Draft, base_length: int, timeout_s: float) -> None:
@@ -330,7 +334,8 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
             self._left_by_all.set()
 
     async def retire(self) -> None:
-        """Its address is gone: nothing new is opened here, and the stream ends when the last session has moved.
+        """Retire a verifier whose address is gone: nothing new is opened here, and the stream ends when the last
+        session has moved.
 
         Bounded by the longest command; a session that is idle even then moves when its request goes on.
         """
@@ -346,7 +351,8 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         await self.stop()
 
     def loss(self, reason: str) -> PeerLost | Draining:
-        """What the end of its stream means for a session: nobody lost a verifier that was taken away, or went."""
+        """The error that the end of the stream means for a session: a verifier that was taken away, or went, is not
+        lost."""
         problem = f"verifier {self.address}: {reason}"
         return Draining(problem) if self._retired or self._goes_away else PeerLost(problem)
 
@@ -436,7 +442,8 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
         self._beat_timer = asyncio.get_running_loop().call_later(interval, self._beat)
 
     def _beat(self) -> None:
-        """Once per interval: did it answer, does its compute thread move, does anybody wait too long."""
+        """Judge the verifier once per interval: whether it answers, its compute thread moves, and no session waits too
+        long."""
         if (reason := self._heartbeats.judge()) is not None:
             self.break_stream(reason)
             return
@@ -451,7 +458,8 @@ class VerifierLink(PeerLink[pb.VerifyCommand]):
             _log.debug("no heartbeat sent", extra={"address": self.address})
 
     def end(self, session: VerifySession, *, aborted: bool) -> None:
-        """Free a session on the verifier. One that it has ended by itself, or that was lost, is known to be gone."""
+        """Free a session on the verifier. A session that the verifier has ended by itself, or that was lost, is known
+        to be gone."""
         if not self.holds(session):
             return
         self.detach(session)

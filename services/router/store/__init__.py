@@ -17,7 +17,8 @@ __all__ = ["DurableStore", "MemoryStore", "StoreConfig", "open_store"]
 async def open_store(
     config: StoreConfig, on_change: Callable[[bool], None] = lambda up: None
 ) -> DurableStore | MemoryStore:
-    """Without a server: records in memory only. `on_change(up)` is told at start and at every change since."""
+    """Open the store of records. Without a server they are in memory only. `on_change(up)` is told at start and at
+    every change since."""
     if not config.keeps_records:
         return MemoryStore()
     store = DurableStore(config, on_change)

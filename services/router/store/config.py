@@ -11,7 +11,7 @@ Address = tuple[str, int]
 
 
 def parse_address(text: str) -> Address:
-    """`host:port`, IPv6 in brackets. Raises ConfigError naming the bad one."""
+    """The parts of `host:port`, IPv6 in brackets. Raises ConfigError naming the bad one."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"--redis-sentinels: {text!r} is not host:port")
@@ -23,32 +23,36 @@ class StoreConfig(Options):
     url: str | None = option(
         None, flag="redis_url", help="server of request records, redis://host:port/0 (none: memory only)"
     )
-    """redis://, rediss:// or unix:// address of one Redis 7 or Valkey server. With `sentinels`, who know where it is,
+    """redis://, rediss:// or unix:// address of one Redis 7 or Valkey server. With `sentinels`, which know where it is,
     only user, password, database and TLS of it are used."""
     sentinels: tuple[str, ...] = option(
         (),
         flag="redis_sentinels",
-        help="host:port of each sentinel that knows that server; then its host and port are theirs to say",
+        help="host:port of each sentinel that knows the server of records; they say its host and port",
     )
-    sentinel_master: str = option("", flag="redis_sentinel_master", help="name by which they know it")
+    sentinel_master: str = option(
+        "", flag="redis_sentinel_master", help="name by which the sentinels know the server of records"
+    )
     sentinel_username: str | None = option(
         None, flag="redis_sentinel_username", help="user of the sentinels themselves"
     )
     sentinel_password: str | None = option(
         None,
         flag="redis_sentinel_password",
-        help="password of the sentinels themselves; TLS is theirs if --redis-url is rediss://",
+        help="password of the sentinels themselves; they are spoken to by TLS if --redis-url is rediss://",
         repr=False,
     )
     mode: str = option(
         "degrade",
         flag="store_mode",
-        help="what an unreachable server of records means",
+        help="without the server of records: degrade serves on, required refuses new requests",
         choices=("degrade", "required"),
     )
     """`degrade` serves without a record, `required` refuses new requests."""
-    prefix: str = option("moot", flag="store_prefix", help="first part of every key on it")
-    timeout_s: float = option(0.1, flag="store_timeout_s", help="seconds that one attempt on it may take", above=0)
+    prefix: str = option("moot", flag="store_prefix", help="first part of every key on the server of records")
+    timeout_s: float = option(
+        0.1, flag="store_timeout_s", help="seconds that one attempt on the server of records may take", above=0
+    )
     """Of one attempt on the token path; there are at most two."""
     connect_timeout_s: float = 0.1
     lease_s: float = option(
@@ -63,7 +67,7 @@ class StoreConfig(Options):
     finished_ttl_s: float = option(
         600.0,
         flag="store_finished_ttl_s",
-        help="seconds that a finished request's record stays there, to be replayed",
+        help="seconds that a finished request's record is kept, to be replayed",
         above=0,
     )
     upkeep_interval_s: float = 0.5
@@ -94,17 +98,18 @@ class StoreConfig(Options):
 
     @property
     def server_url(self) -> str:
-        """Of a server that the sentinels know, the part of the address that they do not is the standard one."""
+        """The server's address: of a server that the sentinels know, the rest of the address is the standard one."""
         return self.url or "redis://"
 
     @property
     def attempt_s(self) -> float:
-        """Of one attempt: asking the sentinels where there are any, connecting, sending and the replies."""
+        """Seconds of one attempt: asking the sentinels where there are any, connecting, sending and the replies."""
         return self.timeout_s + self.connect_timeout_s * (2 if self.sentinels else 1)
 
     @property
     def call_deadline_s(self) -> float:
-        """Of a call from queue to reply: one batch before it and its own, two attempts and two connects each."""
+        """Seconds of a call from queue to reply: one batch before it and its own, two attempts and two connects
+        each."""
         return 4 * self.attempt_s
 
     @property

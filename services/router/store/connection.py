@@ -1,7 +1,7 @@
 """One connection to the server of records: commands in pipelines, and a deadline for each pipeline.
 
-The library makes connections, and asks for the master's address when it makes one. Not so its pipelines, which cost a
-commit more than a round may lose, nor its way to ask sentinels, which believes the first that answers
+The library makes connections, and asks for the master's address when it makes one. Its pipelines are not used, because
+they cost a commit more than a round may lose; nor is its way to ask sentinels, which believes the first that answers
 (docs/decisions/0019).
 """
 
@@ -42,7 +42,7 @@ class Sentinels:
         self._options = options
 
     async def discover_master(self, name: str) -> Address:
-        """The address that most of them name: at once where that is more than half of all, else of those that have
+        """The address that most sentinels name: at once where that is more than half of all, else of those that have
         answered in time. One that was cut off from the others and still names the old master is outvoted.
 
         Raises MasterNotFoundError where none of them names any.
@@ -69,7 +69,8 @@ class Sentinels:
         return votes.most_common(1)[0][0]
 
     async def _ask(self, host: str, port: int, name: str) -> Address | None:
-        """By a connection of this question's own: certificates are read anew, and none is found dead."""
+        """Ask one sentinel by a connection for this question alone: certificates are read anew, and none is found
+        dead."""
         try:
             async with Redis(**{**self._options, "host": host, "port": port, "decode_responses": True}) as sentinel:
                 named: Address | None = await sentinel.sentinel_get_master_addr_by_name(name)
@@ -80,7 +81,7 @@ class Sentinels:
 
 
 class RedisConnection:
-    """Connects when something is to be sent. Raises ConfigError for an address that is none."""
+    """A connection to the server, made when something is to be sent. Raises ConfigError for an address that is none."""
 
     def __init__(self, config: StoreConfig) -> None:
         self._deadline_s = config.attempt_s
@@ -88,7 +89,7 @@ class RedisConnection:
         self._connection = self._pool.make_connection()
 
     async def send(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
-        """The replies in the commands' order; a refusal stands among them as its ResponseError.
+        """Send commands; returns the replies in the commands' order; a refusal stands among them as its ResponseError.
 
         Raises RedisError, OSError or TimeoutError; what is left on the connection is never read then.
         """
@@ -103,7 +104,7 @@ class RedisConnection:
             raise
 
     async def drop(self) -> None:
-        """The next pipeline gets a new connection, with what the files of its certificates say then."""
+        """Drop the connection: the next pipeline gets a new one, with what the files of its certificates say then."""
         broken, self._connection = self._connection, self._pool.make_connection()
         try:
             await broken.disconnect(nowait=True)
@@ -121,7 +122,8 @@ class RedisConnection:
 
 
 def pool_of(config: StoreConfig) -> ConnectionPool:
-    """Makes connections to the server at the address, or to the one that its sentinels name at that time."""
+    """A pool that makes connections to the server at the address, or to the one that its sentinels name at that
+    time."""
     options: dict[str, Any] = {
         # A pipeline has a deadline: none for each reply beside it.
         "socket_timeout": None,

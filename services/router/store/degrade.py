@@ -1,8 +1,7 @@
-"""What the router's rounds use: records that survive the router while the server is there, and rounds that survive
-the server when it is not.
+"""The store that rounds use: records outlive the router while the server is there, and rounds go on while it is not.
 
-Every open request is mirrored in memory. A commit goes into the mirror first, then to the server; when the server
-does not take it the commit is not durable, and the upkeep task brings the missing tail there once it is back.
+Every open request is mirrored in memory. A commit goes into the mirror first, then to the server; when the server does
+not take it the commit is not durable, and the upkeep task brings the missing tail there once it is back.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class DurableStore:
 
     @property
     def num_unsynced(self) -> int:
-        """Requests of which the server lacks something."""
+        """Number of requests of which the server lacks something."""
         return sum(not mirror.is_synced for mirror in self._mirrors.values())
 
     async def start(self) -> None:
@@ -122,7 +121,8 @@ class DurableStore:
         return mirror.record()
 
     async def claim(self, request_id: str) -> RequestRecord:
-        """Raises LeaseHeld, CommitTerminal (it has ended: load it), RecordNotFound, StoreUnavailable."""
+        """Become the owner of a record. Raises LeaseHeld, CommitTerminal (it has ended: load it), RecordNotFound,
+        StoreUnavailable."""
         record = await self._server.claim(request_id)
         mirror = self._hold(record)
         self._mark_synced(mirror, len(record.output_token_ids), None)
@@ -152,7 +152,7 @@ class DurableStore:
         token_ids: Sequence[int],
         finish_reason: FinishReason | None,
     ) -> bool:
-        """A request that has ended here (its last commit is being sent again), or that was never held."""
+        """Commit for a request that has ended here (its last commit is being sent again), or that was never held."""
         try:
             await self._server.commit(request_id, epoch, expected_length, token_ids, finish_reason)
         except StoreUnavailable:
@@ -201,7 +201,7 @@ class DurableStore:
         self._drop_if_over(mirror)
 
     def _drop_if_over(self, mirror: Mirror) -> None:
-        """A mirror has an end: its request is over here, and the server has all of it or another owner."""
+        """Drop a mirror whose request is over here, and of which the server has all or another owner."""
         over = mirror.released or mirror.finish_reason is not None
         if over and (mirror.is_synced or (mirror.released and mirror.lost is not None)):
             self._drop(mirror)
@@ -226,7 +226,8 @@ class DurableStore:
         await self._for_each(self._sync, [mirror for mirror in self._mirrors.values() if not mirror.is_synced])
 
     async def _renew_leases(self) -> None:
-        """Of requests that have had no commit for a while: they queue, or their verifier is being replaced."""
+        """Renew leases of requests that have had no commit for a while, as they queue or their verifier is being
+        replaced."""
         soon = self._now() + self._config.lease_s * 2 / 3
         await self._for_each(
             self._renew,
@@ -248,7 +249,7 @@ class DurableStore:
             mirror.lease_until = self._now() + self._config.lease_s
 
     async def _for_each(self, action: Callable[[Mirror], Awaitable[object]], mirrors: Iterable[Mirror]) -> None:
-        """A few pipelines' worth at a time, so that repairs leave room for commits."""
+        """Do something for many requests, a few pipelines' worth at a time, so that repairs leave room for commits."""
         pending = [mirror for mirror in mirrors if mirror.lost is None]
         for start in range(0, len(pending), self._config.max_batch_calls):
             chunk = pending[start : start + self._config.max_batch_calls]
@@ -266,7 +267,7 @@ class DurableStore:
             del self._mirrors[mirror.request_id]
 
     def _drop_expired(self) -> None:
-        """Mirrors live as long as the keys they stand for."""
+        """Drop mirrors that have outlived the keys they stand for."""
         now = self._now()
         for mirror in list(self._mirrors.values()):
             if now - mirror.touched_at > self._config.ttl_ms(mirror.finish_reason is not None) / 1000:

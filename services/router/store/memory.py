@@ -13,8 +13,8 @@ from services.router.store.records import Mirror
 
 
 class MemoryStore:
-    """RequestStore; `create` and `commit` return False (not durable). At most `max_records`: the oldest that nobody
-    works on make room, and when there is none a new request is refused with NoCapacity."""
+    """RequestStore in memory; `create` and `commit` return False (not durable). At most `max_records`: the oldest that
+    no request works on make room, and when there is none a new request is refused with NoCapacity."""
 
     def __init__(self, *, lease_s: float = 5.0, max_records: int = 65536) -> None:
         self._lease_s = lease_s

@@ -1,10 +1,9 @@
-"""Records on the server, as they are: each method is one server-side function, and says what the server said.
+"""Records on the server: each method is one server-side function, and says what the server said.
 
-The one way to the server: function calls of many requests, in pipelines, by one task.
-
-Callers put a call on a bounded queue and wait for its own future; one worker task takes whatever has gathered (the
-commits of one answer frame arrive in one tick of the loop) and sends it as one pipeline. So a cancelled caller
-cancels nothing on the connection, and no reply can reach another request.
+`RedisLink` is the one way to the server: function calls of many requests, in pipelines, by one task. Callers put a call
+on a bounded queue and wait for its own future; one worker task takes whatever the queue holds (the commits of one
+answer frame arrive in one tick of the loop) and sends it as one pipeline. So a cancelled caller cancels nothing on the
+connection, and no reply can reach another request.
 """
 
 from __future__ import annotations
@@ -58,8 +57,9 @@ class ServerFull(StoreUnavailable):
 
 
 class RedisLink:
-    """`up` falls with the first batch that fails twice, and rises with a `probe` that succeeds: while it is down,
-    calls fail at once instead of waiting for a timeout each. `on_change(up)` is called at every change.
+    """The way to the server. `up` falls with the first batch that fails twice, and rises with a `probe` that succeeds:
+    while it is down, calls fail at once instead of waiting for a timeout each. `on_change(up)` is called at every
+    change.
 
     Needs a running event loop when it is made; raises ConfigError for an address that is none. Every call ends within
     `config.call_deadline_s`.
@@ -170,7 +170,8 @@ class RedisLink:
                 call.reply.set_result(reply)
 
     async def _send_with_retry(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
-        """Every function is idempotent, so a second attempt is safe whatever became of the first."""
+        """Send a batch, twice if need be: every function is idempotent, so a second attempt is safe whatever became of
+        the first."""
         try:
             return await self._connection.send(commands)
         except (RedisError, OSError, TimeoutError):
@@ -189,7 +190,7 @@ class RedisLink:
 
 
 def log_failure(task: asyncio.Task[None]) -> None:
-    """A task that ends by itself is a bug, and must not be found out by its silence."""
+    """Log the end of a task: one that ends by itself is a bug, and must not be found out by its silence."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.critical("background task ended", exc_info=error, extra={"task": task.get_name()})
 
@@ -215,7 +216,8 @@ class RecordBehind(StoreUnavailable):
 
 
 class RedisStore:
-    """Raises StoreUnavailable when the server cannot be asked; whoever wants to go on without it wraps this."""
+    """RequestStore on the server. Raises StoreUnavailable when the server cannot be asked; `DurableStore` goes on
+    without it."""
 
     def __init__(self, link: RedisLink, config: StoreConfig, owner: str | None = None) -> None:
         self._link = link
@@ -304,14 +306,15 @@ class RedisStore:
         ]
 
     async def _call(self, function: str, request_id: str, *arguments: Argument) -> tuple[str, int, Any]:
-        """Status, a number (output length, or milliseconds left of a lease), and the record when it was asked for."""
+        """Call a function: returns status, a number (output length, or milliseconds left of a lease), and the record
+        when it was asked for."""
         keys = Keys.of(self._config.prefix, request_id)
         status, number, *raw = await self._link.function(function, keys, *arguments)
         return status.decode(), number, raw[0] if raw else None
 
     @staticmethod
     def _check(status: str) -> None:
-        """`OK` and `DUP` (the same call again) are success."""
+        """Raise what a status stands for; `OK` and `DUP` (the same call again) are success."""
         if status == "FENCED":
             raise CommitFenced("another router has claimed this request")
         if status == "TERMINAL":

@@ -1,6 +1,6 @@
 """A request's record as bytes and back. Pure functions; the layout is described at the head of functions.lua.
 
-What a router holds in memory of a request that it owns: enough to write its record anew.
+A `Mirror` is what a router holds in memory of a request that it owns: enough to write its record anew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from services.router.generation.request_types import RequestRecord
 
 @dataclasses.dataclass(slots=True)
 class Mirror:
-    """`header` has no output; the output grows in `output`. Times are of the event loop's clock, in seconds."""
+    """The record of one request in memory. `header` has no output; the output grows in `output`. Times are of the event
+    loop's clock, in seconds."""
 
     header: RequestRecord
     output: list[int]
@@ -34,7 +35,7 @@ class Mirror:
     lost: StoreError | None = None
     """Why this router is not the owner any more."""
     released: bool = False
-    """Nobody works on it here any more: it stays only until the server has what it lacks."""
+    """Whether this router is done with the request: the mirror stays only until the server has what it lacks."""
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
     @classmethod
@@ -103,7 +104,7 @@ class Keys(NamedTuple):
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Little-endian uint32 each."""
+    """Ids as bytes, little-endian uint32 each."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
@@ -114,7 +115,8 @@ def unpack_ids(packed: bytes) -> tuple[int, ...]:
 
 
 def encode_params(params: SamplingParams) -> str:
-    """Canonical: equal parameters give equal text, and floats come back bit by bit (repr round-trips)."""
+    """Sampling parameters as canonical text: equal parameters give equal text, and floats come back bit by bit (repr
+    round-trips)."""
     allowed = params.allowed_token_ids
     values = {
         "temperature": params.temperature,
@@ -176,7 +178,8 @@ def finish_text(finish_reason: FinishReason | None) -> str:
 def decode_record(
     request_id: str, fields: Mapping[bytes, bytes], prompt: bytes, spans: Sequence[RawSpan]
 ) -> RequestRecord:
-    """Raises StoreError when prompt or spans have a gap: a record is whole or it is not used."""
+    """The record in the server's reply. Raises StoreError when prompt or committed tokens have a gap: a record is whole
+    or it is not used."""
     output: list[int] = []
     for entry_id, (_, packed) in spans:
         output.extend(unpack_ids(packed))

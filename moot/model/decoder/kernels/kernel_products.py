@@ -11,8 +11,8 @@ from moot.model.decoder.products import Product
 
 
 class KernelProduct(Product):
-    """As `Product`. `single`: it gives float32, its sums as they are. `gated`: the first half of the weight's outputs
-    are gates, and what comes out is silu(gate) times the second half, [rows, outputs / 2].
+    """A `Product` by the kernels. `single`: it gives float32, its sums as they are. `gated`: the first half of the
+    weight's outputs are gates, and what comes out is silu(gate) times the second half, [rows, outputs / 2].
 
     Inputs are a multiple of 2; gated outputs of 32.
     """

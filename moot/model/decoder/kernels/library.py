@@ -1,12 +1,10 @@
-"""The compiled kernels as functions of tensors.
+"""The compiled kernels as functions of tensors: compiled once per source, found again, loaded, called.
 
-Compiles the kernels once per source, and finds them again: beside the source, else under the cache directory.
+They lie beside the source, else under the cache directory. The classes of ctypes mirror the structures of kernels.c.
 
     python -m moot.model.decoder.kernels.library
 
 builds all variants beside the source, as an image does that has no compiler where it runs.
-
-The structures of kernels.c.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ class Variant:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """For the compiler. Without contraction what is written is what is rounded."""
+        """Flags for the compiler. Without contraction what is written is what is rounded."""
         common = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off")
         return (*common, *(f"-m{name}" for name in self.instructions))
 
     @property
     def digest(self) -> str:
-        """Of sources and flags: which numbers the kernels give."""
+        """Digest of sources and flags: it tells which numbers the kernels give."""
         sources = SOURCE.read_bytes() + SOURCE.with_name(f"{self.name}.h").read_bytes()
         return hashlib.sha256(sources + " ".join(self.flags).encode()).hexdigest()[:16]
 
@@ -155,7 +153,8 @@ HALF, GATED, SINGLE = range(3)
 
 
 class Kernels:
-    """Called by one thread at a time. All tensors are contiguous; widths are multiples of 16, head sizes of 32."""
+    """The compiled kernels. Called by one thread at a time. All tensors are contiguous; widths are multiples of 16,
+    head sizes of 32."""
 
     def __init__(self, library: Path, variant: Variant) -> None:
         loaded = ctypes.CDLL(str(library))

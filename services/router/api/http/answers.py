@@ -1,4 +1,4 @@
-"""What the HTTP API answers, as types: the source of what /openapi.json says of answers."""
+"""Answers of the HTTP API as types: the source of what /openapi.json says of answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The HTTP application: routes and what they share.
+"""The HTTP application: its routes, and what surrounds every request.
 
-Around every request: its id, the caller's key, one log line, and an answer for whatever error comes out.
+That is the request's id, the caller's key, one log line, and an answer for whatever error comes out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ OPEN_PATHS = frozenset({"/health", "/readyz", "/livez", "/openapi.json", "/docs"
 
 
 class FrontMiddleware:
-    """Sets `request_id` and `caller` in the request's state. `known_paths`: those that may stand in a log."""
+    """The middleware around every request: sets `request_id` and `caller` in the request's state. `known_paths`: those
+    that may stand in a log."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, known_paths: Collection[str]) -> None:
         self._app = app
@@ -164,7 +165,7 @@ def _routes(front: Front, alive: Callable[[], bool]) -> list[Route]:
         return JSONResponse(card(name))
 
     async def health(_: Request) -> Response:
-        """Red only when requests cannot be served at all; a server that drains still serves those it has."""
+        """Health: red only when requests cannot be served at all; a server that drains still serves those it has."""
         refusal = front.state.refusal()
         good = front.state.model_info() is not None and (refusal is None or isinstance(refusal, Draining))
         return _probe(good)
@@ -193,7 +194,7 @@ def _routes(front: Front, alive: Callable[[], bool]) -> list[Route]:
 
 @functools.cache
 def _described(guarded: bool) -> tuple[str, str]:
-    """As JSON and as HTML, made once for all requests."""
+    """The description as JSON and as HTML, made once for all requests."""
     described = document(guarded)
     return json.dumps(described), page(described)
 

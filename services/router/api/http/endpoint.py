@@ -1,6 +1,6 @@
-"""One POST, from body to answer: admit, read, check, tokenize, generate, write.
+"""The endpoint of generations: one POST, from body to answer (admit, read, check, tokenize, generate, write).
 
-Server-sent events, and noticing that the reader is gone.
+`EventStream` writes server-sent events, and notices that the reader is gone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EventStream:
         await self._write({"type": "http.response.body", "body": b"", "more_body": False})
 
     def release(self) -> None:
-        """Nothing more is written, whether the stream was closed or not."""
+        """Write nothing more, whether the stream was closed or not."""
         self._patience.close()
 
     async def _write(self, message: dict[str, Any]) -> None:
@@ -78,7 +78,8 @@ class EventStream:
 
 
 async def send_whole(response: Response, send: Send, piece_bytes: int) -> None:
-    """In pieces, so that no more of it than a piece lies in the connection while its reader takes its time."""
+    """Send a body in pieces, so that no more of it than a piece lies in the connection while its reader takes its
+    time."""
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     body = bytes(response.body)
     for start in range(0, max(len(body), 1), piece_bytes):
@@ -289,5 +290,5 @@ class GenerationEndpoint:
 
 
 def _durability(durable: bool) -> dict[str, str]:
-    """Says that the request could not be resumed: its record is not stored."""
+    """The header that says that the request could not be resumed, as its record is not stored."""
     return {} if durable else {"x-moot-durable": "false"}

@@ -1,6 +1,6 @@
-"""Running the app with uvicorn inside an event loop that belongs to somebody else.
+"""The HTTP server: the app under uvicorn, inside an event loop that its caller owns.
 
-Connections whose reader is slow: how much waits for it, and how long.
+`connections` bounds how much waits for a slow reader, and for how long.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def connections(buffer_bytes: int, timeout_s: float, on_slow: Callable[[], None]
     """The class of a server's connections.
 
     At most `buffer_bytes` and one event wait in the process for a connection's reader, and `buffer_bytes` unsent in the
-    system; then whoever writes waits. A reader that has not taken three quarters of what filled the buffer (or all that
-    was left of a finished answer) within `timeout_s` is cut off: the connection is reset, and `on_slow` called.
+    system; then the writer waits. A reader that has not taken three quarters of what filled the buffer (or all that was
+    left of a finished answer) within `timeout_s` is cut off: the connection is reset, and `on_slow` called.
     """
 
     class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # one of two classes, as what is installed says
@@ -80,7 +80,8 @@ def connections(buffer_bytes: int, timeout_s: float, on_slow: Callable[[], None]
                 self._timer = None
 
         def _look(self, before: int) -> None:
-            """Nothing was written since there were `before` bytes: what is missing was read."""
+            """Look how much the reader took: nothing was written since there were `before` bytes, so what is missing
+            was read."""
             self._timer = None
             left = self.transport.get_write_buffer_size()
             if not left:
@@ -104,7 +105,7 @@ _LAST_WORDS_S = 2
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signals alone: whoever runs the loop handles them."""
+    """A uvicorn server that leaves the process's signals alone: the owner of the loop handles them."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)

@@ -80,7 +80,7 @@ def document(guarded: bool) -> Json:
 
 
 def _tidy(schema: Json) -> Json:
-    """Without the titles, in which pydantic says every name a second time; required fields first."""
+    """A schema without the titles, in which pydantic says every name a second time; required fields first."""
     for field in (schema, *schema["properties"].values()):
         field.pop("title", None)
     required = schema.get("required", ())

@@ -1,11 +1,4 @@
-"""What both APIs' answers share: usage, speculation metrics, the envelope.
-
-Log-probabilities in the shapes of the two APIs.
-
-The shapes of /v1/chat/completions.
-
-The shapes of /v1/completions.
-"""
+"""Replies of both endpoints, /v1/chat/completions and /v1/completions: shapes, log-probabilities, usage, metrics."""
 
 from __future__ import annotations
 
@@ -72,7 +65,8 @@ PREDICTION = "prediction"
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Of one answer. `created` is in Unix seconds. `choices` are numbered prompt-major, `n` of them per prompt."""
+    """The envelope of one answer. `created` is in Unix seconds. `choices` are numbered prompt-major, `n` of them per
+    prompt."""
 
     id: str
     created: int
@@ -155,7 +149,7 @@ class Reply(Protocol):
     chunk_kind: str
 
     def prompt(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """What stands beside the choices of an answer, or of a stream's first chunk, about the prompt."""
+        """The fields beside the choices of an answer, or of a stream's first chunk, about the prompt."""
         ...
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
