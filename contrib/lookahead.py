@@ -1,4 +1,4 @@
-"""Lookahead decoding inside the verifier (arXiv 2402.02057): n-grams that the target finds by guessing several tokens
+"""Lookahead decoding, attached to the verifier (arXiv 2402.02057): n-grams that the target finds by guessing several tokens
 ahead of itself.
 
 A session has a window of guesses: level 0 is a chain of `window` tokens after the prefix, and every token of level j is

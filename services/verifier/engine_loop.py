@@ -23,10 +23,10 @@ from moot.model.sampling.batch import BatchSampler
 from moot.model.sampling.sampler import Sampler
 from moot.runtime.metrics import Metrics
 from moot.runtime.tracing import Tracing
+from services.verifier.attached_drafters import AttachedDrafters
 from services.verifier.command_queue import Arrival, CommandAdmission, CommandQueue, Dropped
 from services.verifier.commands import Abort, Answer, Failed, Finish, Open, Opened, Verified, Verify
 from services.verifier.config import VerifierConfig
-from services.verifier.inside import AttachedDrafters
 from services.verifier.prefix_cache import PrefixSharing
 from services.verifier.sessions import AnswerStream, Session
 from services.verifier.step import StepRunner

@@ -38,7 +38,7 @@ def system(systems_folder: Path) -> Iterator[System]:
         verifiers=2,
         verifier_flags=("--drafters", f"h=heads:path={systems_folder / 'attached-head'}"),
         router_flags=("--in-process-drafters", "suffix", "--proposal-width", "2", *FIXED),
-        faults={"verifier-1": "verifier.inside=raise"},
+        faults={"verifier-1": "verifier.attached=raise"},
     ) as system:
         yield system
 

@@ -32,7 +32,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         router_flags=(*FIXED, *EVERYBODY),
         faults={
             "drafter-neural": "kv.allocate=memory:256",
-            "verifier-0": "verifier.forward=memory:3@chatcmpl-*;verifier.inside=memory:0@chatcmpl-*;"
+            "verifier-0": "verifier.forward=memory:3@chatcmpl-*;verifier.attached=memory:0@chatcmpl-*;"
             "kv.allocate=memory:768",
         },
     ) as system:

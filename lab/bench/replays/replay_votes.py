@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     header = ("calibrated vote of", *(f"{shape} (less all, 95 %)" for shape in shapes))
     lengths = {name: [one.length for one in counts] for name, counts in voted.items()}
-    BENCH.publish(config, Table(header, lines), {"lengths": lengths}, header[-1], part="drafter sets", argv=argv)
+    BENCH.publish(config, Table(header, lines), {"lengths": lengths}, header[-1], part="drafter_sets", argv=argv)
     return 0
 
 

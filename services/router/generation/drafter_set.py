@@ -400,7 +400,7 @@ class DrafterSet:
         """Add an attached drafter that a verifier has said it holds. It stays known when that verifier goes: others may
         hold it."""
         if not isinstance(self.sources.get(drafter_id), AttachedSource | None):
-            _log.warning("drafter inside a verifier has the id of another", extra={"drafter": drafter_id})
+            _log.warning("attached drafter has the id of another", extra={"drafter": drafter_id})
             return
         self.policy.admit(drafter_id, family)
         # The wish for it is made before it is known which drafters the round asks.
@@ -424,7 +424,8 @@ class DrafterSet:
             if before.get(drafter_id) != reason:
                 gauge.labels(drafter_id, reason).set(1)
         _log.info(
-            "panel changed", extra={"left_out": ", ".join(f"{one}: {why}" for one, why in self._left_out.items())}
+            "drafter selection changed",
+            extra={"left_out": ", ".join(f"{one}: {why}" for one, why in self._left_out.items())},
         )
 
     def publish_weights(self) -> None:

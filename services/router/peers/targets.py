@@ -148,7 +148,7 @@ class MovingTarget:
         # Several verifiers may freeze together: one that was ailing before the request's turn is not held against it.
         self._num_losses += was_computing and not (session is not None and session.is_blameless)
         if self._num_losses >= policy.max_losses:
-            _log.error("request quarantined", extra={"request": self._prefix.request_id, "kills": self._num_losses})
+            _log.error("request quarantined", extra={"request": self._prefix.request_id, "losses": self._num_losses})
             raise RequestPoisoned("this request was there each time a verifier failed, and is not tried again")
         if self._num_moves > policy.max_moves:
             raise NoCapacity(f"lost {self._num_moves} verifiers in a row", retry_after_s=policy.retry_after_s)

@@ -308,7 +308,7 @@ def test_a_fault_point_reaches_it(make_engine: MakeEngine, head_flag: str, monke
     wish: dict[str, Any] = {"inside_drafter_ids": ("heads",), "num_inside_tokens": 2}
     with LocalSession(engine, [1, 2, 3], SamplingParams(temperature=0.0, ignore_eos=True), **wish) as session:
         assert len(session.open().proposals) == 1
-        monkeypatch.setattr(faults, "_active", faults.parse_faults("verifier.inside=raise"))
+        monkeypatch.setattr(faults, "_active", faults.parse_faults("verifier.attached=raise"))
         assert session.verify().proposals == ()
         monkeypatch.setattr(faults, "_active", {})
         assert session.verify().proposals == ()

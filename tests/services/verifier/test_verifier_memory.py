@@ -163,7 +163,7 @@ def test_a_drafter_inside_without_memory_abstains(make_engine: MakeEngine, set_f
         with LocalSession(engine, prompt_of(1), params, inside_drafter_ids=ids, num_inside_tokens=2) as session:
             output += session.open().output_token_ids
             for number in range(9):
-                set_faults("verifier.inside=memory:0" if number % 3 == 0 else "")
+                set_faults("verifier.attached=memory:0" if number % 3 == 0 else "")
                 verification = session.verify()
                 output += verification.output_token_ids
                 said.append((number % 3, bool(verification.proposals)))

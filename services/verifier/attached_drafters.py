@@ -120,11 +120,11 @@ class AttachedDrafters:
         name = drafter.drafter_id
         try:
             for session in sessions:
-                act(failing := fault("verifier.inside", session.request_id))
+                act(failing := fault("verifier.attached", session.request_id))
                 if failing and failing.action == "raise":
-                    raise RuntimeError("fault point verifier.inside")
+                    raise RuntimeError("fault point verifier.attached")
                 if failing and failing.action == "memory" and len(sessions) > int(failing.argument):
-                    raise torch.OutOfMemoryError("fault point verifier.inside")
+                    raise torch.OutOfMemoryError("fault point verifier.attached")
             return call()
         except Exception as error:  # a drafter's mistake ends the drafter, and no session
             if is_device_lost(error):
