@@ -1,5 +1,5 @@
-"""Lookahead decoding, attached to the verifier (arXiv 2402.02057): n-grams that the target finds by guessing several tokens
-ahead of itself.
+"""Lookahead decoding, attached to the verifier (arXiv 2402.02057): n-grams that the target finds by guessing several
+tokens ahead of itself.
 
 A session has a window of guesses: level 0 is a chain of `window` tokens after the prefix, and every token of level j is
 followed by one of level j + 1. All are fed in each step beside the draft. What the target says after the last level
