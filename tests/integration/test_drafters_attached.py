@@ -25,15 +25,15 @@ OFF = {"num_speculative_tokens": 0}
 @pytest.fixture(scope="module")
 def system(systems_folder: Path) -> Iterator[System]:
     """Two verifiers with a head of random weights each; in the second one it fails whenever it is asked."""
-    model = make_tiny_model(systems_folder / "with-inside")
+    model = make_tiny_model(systems_folder / "with-attached")
     head = RecurrentHead(RecurrentHeadShape(64, 16, 259, 2), torch.arange(259))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    head.save(systems_folder / "inside-head", {})
+    head.save(systems_folder / "attached-head", {})
     with running(
-        systems_folder / "inside-logs",
+        systems_folder / "attached-logs",
         model,
         verifiers=2,
         verifier_flags=("--drafters", f"h=heads:path={systems_folder / 'attached-head'}"),
