@@ -137,6 +137,24 @@ def test_a_request_over_the_wire_equals_plain_decoding(make_engine: MakeEngine) 
     with_server(make_engine(), body)
 
 
+def test_a_prompt_is_shared_under_its_salt_only(make_engine: MakeEngine) -> None:
+    """The salt of an opening travels: blocks are found again under the salt they were kept under, and no other."""
+
+    async def body(server: Served) -> None:
+        client = Client(server.channel)
+        cached = []
+        for session_id, salt in enumerate(("mine", "mine", "yours", "")):
+            command = opening(session_id, list(range(40)))
+            command.open.cache_salt = salt
+            await client.send(command)
+            (answer,) = await client.answers(1)
+            cached.append(answer.opened.num_cached_tokens)
+            await client.send(pb.VerifyCommand(session_id=session_id, finish=pb.FinishSession()))
+        assert cached == [0, 32, 0, 0]
+
+    with_server(make_engine(prefix_block_tokens=16), body)
+
+
 def test_describe_tells_what_stands_behind_the_address(make_engine: MakeEngine) -> None:
     """Tokenizer, vocabulary, limits and numerics are those of the engine, not of the config alone."""
     engine = make_engine(max_model_len=100, pages=3)
