@@ -117,6 +117,42 @@ def test_c06_late_doubled_and_stale_answers_are_dropped_and_counted() -> None:
     asyncio.run(main())
 
 
+def test_c06_an_answer_after_the_deadline_is_late_and_no_part_of_its_round() -> None:
+    """It comes while its round is being verified without it: counted, not used, and the next one is."""
+
+    async def main(loop: LeapingLoop) -> None:
+        verifier = ScriptedVerifier(TEXT)
+        manners = iter([Manner.LATE])
+
+        def manner() -> Manner:
+            found = next(manners, Manner.TRUE)
+            if found is Manner.LATE:
+                verifier.freeze()
+            return found
+
+        drafter = ScriptedDrafter(TEXT, spoil=0.0, manner=manner)
+        drafter.late_s = 40.0
+        tries = CollectionPolicy(soft_deadline_ms=20_000, hard_deadline_ms=20_000)
+        async with rig(
+            text=TEXT, verifiers=[verifier], drafters={"slow": [drafter]}, tries=tries, num_speculative_tokens=3
+        ) as router:
+            asked = request(max_tokens=6)
+            task = asyncio.create_task(router.generate(asked))
+            await eventually(lambda: drafter.counts["propose"] == 1)
+            loop.leap(20)
+            await eventually(lambda: verifier.counts["verify"] == 1)
+            loop.leap(20)
+            await eventually(lambda: router.counter("proposals_dropped_total", drafter="slow", reason="late") == 1)
+            verifier.thaw()
+            outcome = await task
+            assert outcome.token_ids == router.plain(asked)[0]
+            # Opening, a round of one token without a draft, and one of four.
+            assert (outcome.metrics.num_rounds, outcome.metrics.num_accepted_tokens) == (2, 3)
+            await router.nothing_left()
+
+    run_leaping(main)
+
+
 def test_c08_another_tokenizer_is_refused_with_both_fingerprints() -> None:
     """A drafter or verifier that speaks other ids is never used, and the message names both tokenizers."""
 
