@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from moot.core.errors import DeadlineExceeded, NoCapacity, PeerLost, RequestPoisoned
+from moot.core.types import FinishReason, Verification
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, TcpProxy
 from moot.v1 import verifier_service_pb2 as pb
 from services.router.generation.ports import Prefix
@@ -400,6 +403,44 @@ def test_c06_stale_and_doubled_verify_answers_are_dropped_and_counted() -> None:
             doubled = router.counter("answers_dropped_total", role="verifier", reason="duplicate")
             assert stale >= 2 * router.counter("rounds_total")
             assert doubled > 0
+            await router.nothing_left()
+
+    asyncio.run(main())
+
+
+class OneLie(ScriptedVerifier):
+    """A verifier whose first answer to a draft of which something is accepted is `lie` of the right one."""
+
+    def __init__(self, lie: Callable[[Verification], Verification]) -> None:
+        super().__init__(TEXT)
+        self._lies = [lie]
+
+    def _verify(self, stream: Any, command: pb.VerifyCommand) -> Verification:
+        verification = super()._verify(stream, command)
+        return self._lies.pop()(verification) if self._lies and verification.num_accepted else verification
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda told: dataclasses.replace(
+            told, output_token_ids=(told.output_token_ids[0] ^ 1, *told.output_token_ids[1:])
+        ),
+        lambda told: dataclasses.replace(told, num_accepted=told.num_accepted - 1, finish_reason=FinishReason.STOP),
+        lambda told: dataclasses.replace(told, output_token_ids=told.output_token_ids[: told.num_accepted]),
+        lambda told: dataclasses.replace(told, output_token_ids=(*told.output_token_ids[:-1], TEXT.vocab_size)),
+    ],
+    ids=["an accepted token that was not drafted", "two next tokens", "no next token", "outside the vocabulary"],
+)
+def test_an_answer_that_cannot_be_right_is_never_committed(lie: Callable[[Verification], Verification]) -> None:
+    """The verifier counts as lost, the request is opened anew, and its text is the true one."""
+
+    async def main() -> None:
+        drafters = {"good": [ScriptedDrafter(TEXT, spoil=0.0)]}
+        async with rig(text=TEXT, verifiers=[OneLie(lie)], drafters=drafters, num_speculative_tokens=3) as router:
+            asked = request(max_tokens=30)
+            assert (await router.generate(asked)).token_ids == router.plain(asked)[0]
+            assert router.counter("request_moves_total", reason="lost") == 1
             await router.nothing_left()
 
     asyncio.run(main())
