@@ -136,9 +136,11 @@ class Replay:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.drafter_ids = tuple(sorted(recording.records))
+        # Asked once: it reads what is installed.
+        attached = attached_kinds()
         self._said = [
             {
-                id_: Said(record.of_text(index), record.seconds_of(index), record.facts.kind in attached_kinds())
+                id_: Said(record.of_text(index), record.seconds_of(index), record.facts.kind in attached)
                 for id_, record in recording.records.items()
             }
             for index in range(len(recording.texts))

@@ -24,6 +24,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from moot.core.errors import ConfigError
 
+_log = logging.getLogger("lab.training")
+
 
 @contextmanager
 def progress_bar(what: str, unit: str, total: int, done: int = 0) -> Iterator[Any]:
@@ -39,8 +41,6 @@ def progress_bar(what: str, unit: str, total: int, done: int = 0) -> Iterator[An
     finally:
         bar.close()
 
-
-_log = logging.getLogger("lab.training")
 
 BETAS = (0.9, 0.98)
 LARGEST_GRADIENT = 1.0

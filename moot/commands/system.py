@@ -64,7 +64,8 @@ def drafter_set(drafters: Sequence[str], *, is_demo: bool, as_processes: bool) -
     if tuple(drafters) == (AUTO,):
         drafters = DEMO_DRAFTER_SET if is_demo else ANY_DRAFTER_SET
     entries = parse_entries(drafters, "--drafters")
-    attached = [entry for entry in entries if entry.kind in attached_kinds()]
+    known = attached_kinds()
+    attached = [entry for entry in entries if entry.kind in known]
     light = [entry for entry in entries if entry.kind in MODEL_FREE_KINDS and not as_processes]
     others = [entry for entry in entries if entry not in attached and entry not in light]
     return LocalDrafters(tuple(attached), tuple(light), tuple(others))

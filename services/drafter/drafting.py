@@ -32,6 +32,8 @@ from services.drafter.config import DrafterConfig
 from services.drafter.drafter_commands import Ahead, Answer, Propose, Proposed, Stream
 from services.drafter.drafter_sessions import DrafterSession, SessionTable, Settled
 
+_log = logging.getLogger("moot.drafter")
+
 POINT = "drafter.propose"
 FORMS = ("range", "long", "empty", "confidences")
 
@@ -85,8 +87,6 @@ class AnswerQueue:
         self._answers.clear()
         self._streams.clear()
 
-
-_log = logging.getLogger("moot.drafter")
 
 FLAT_ROWS = 16
 """Rows of a step up to which one more costs about nothing (measured on CPU; more on a GPU): so far, sessions that draft

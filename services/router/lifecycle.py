@@ -42,6 +42,8 @@ from services.router.peers.local_drafters import LocalPool
 from services.router.peers.targets import VerifierPool
 from services.router.store import open_store
 
+_log = logging.getLogger("moot.router")
+
 THRESHOLDS = (20_000, 20, 20)
 """Objects more than were there at the last collection, until the youngest are looked at; and the same for the elder
 two generations, in collections of the one before. Rounds free what they make by reference counts and leave no cycles,
@@ -55,8 +57,6 @@ def settle() -> None:
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
 
-
-_log = logging.getLogger("moot.router")
 
 SERVICE = "moot.v1.RouterService"
 """The service that callers use, with API keys: it has no part in TLS between pods."""

@@ -27,6 +27,8 @@ from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
 from services.verifier.servicer import VerifierServicer
 
+_log = logging.getLogger("moot.verifier")
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -66,8 +68,6 @@ def _read_number(path: Path) -> int | None:
     except (OSError, ValueError):
         return None
 
-
-_log = logging.getLogger("moot.verifier")
 
 SERVICE = "moot.v1.VerifierService"
 

@@ -34,6 +34,8 @@ from services.router.generation.ports import (
     known_ids,
 )
 
+_log = logging.getLogger("moot.router.drafters")
+
 
 class AttachedRequestDrafter:
     """One attached drafter, the `RequestDrafter` port of one request: it has been asked already, and casts what
@@ -328,8 +330,6 @@ class RequestDrafters:
         self._postponed = 0 if was_asked else length
         return self._postponed > 0
 
-
-_log = logging.getLogger("moot.router.drafters")
 
 DRAFTING_ROUNDS = 50
 TRIED_IN = 4

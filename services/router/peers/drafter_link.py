@@ -22,6 +22,8 @@ from services.router.generation.ports import Prefix, ProposalCollector, RequestD
 from services.router.peers.links import LinkPolicy, PeerLink, PeerState, new_session_id
 from services.router.peers.outlier_ejection import EjectionPolicy, OutlierEjection
 
+_log = logging.getLogger("moot.router.drafters")
+
 MAX_AHEAD = 3
 """Times K that a drafter may tell ahead: its proposal, the target's token and the next proposal."""
 
@@ -212,9 +214,6 @@ def _top_candidates(rows: list[tuple[int, ...]]) -> token_pb2.TopCandidates | No
         return None
     width = min(map(len, rows))
     return convert.top_candidates_to_pb([row[:width] for row in rows])
-
-
-_log = logging.getLogger("moot.router.drafters")
 
 
 class DrafterLink(PeerLink[pb.DraftCommand]):

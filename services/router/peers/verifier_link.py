@@ -38,6 +38,8 @@ from services.router.generation.request_types import RefusalOptions
 from services.router.peers.draft_pool import DraftPool
 from services.router.peers.links import LinkPolicy, PeerLink, PeerState, new_session_id
 
+_log = logging.getLogger("moot.router.verifiers")
+
 
 class Heartbeats:
     """The heartbeats of one stream: `hear` every answer to a beat, `judge` once per interval."""
@@ -259,9 +261,6 @@ class VerifySession:
 
     def is_overdue(self, now: float) -> bool:
         return self.is_computing and now > self._deadline
-
-
-_log = logging.getLogger("moot.router.verifiers")
 
 
 class VerifierLink(PeerLink[pb.VerifyCommand]):
