@@ -39,7 +39,9 @@ class Interval:
         return self.median - self.low, self.high - self.median
 
     def text(self, digits: int = 2) -> str:
-        return f"{self.median:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f})"
+        """The median, and the ends where they read otherwise."""
+        median, low, high = (f"{value:,.{digits}f}" for value in (self.median, self.low, self.high))
+        return median if low == median == high else f"{median} ({low} to {high})"
 
     def verdict(self, at_most: float | None = None, at_least: float | None = None) -> str:
         """A bound is missed only when the whole interval lies beyond it."""

@@ -138,7 +138,7 @@ def router(config: ReportConfig) -> Report:
 
 def overlap(config: ReportConfig) -> Report:
     """What draft-ahead and the ways to put batches together bring."""
-    titles = ("answers from ahead", "round ms", "requests/step", "mean K")
+    titles = ("answers from ahead", "requests/step", "mean K")
     found: dict[tuple[int, str, int], list[SimulatedOutcome]] = {}
     for concurrency in (1, 16, 32):
         # As many tokens of few requests as of many.
