@@ -25,6 +25,14 @@ class RouterPlan:
     """From the loss of a peer to the moment at which its requests go on elsewhere."""
     beside_s: tuple[float, ...] = ()
     """CPU per round of processes that no round waits for (store, client): it matters where cores are shared."""
+    answer_s: float = 0.00007
+    """Where verifiers never wait, CPU of what a session's step brought, of a question to a drafter, of a draft, and of
+    what others may overtake (stream, record, learning)."""
+    tell_s: float = 0.000035
+    vote_s: float = 0.000105
+    later_s: float = 0.00014
+    credit: int = 64
+    """Tokens that a verifier may commit beyond what the router has heard of."""
     num_speculative_tokens: int | None = None
     """None: the policy decides; n: always n; 0: no drafting."""
 
