@@ -21,8 +21,6 @@ from moot.simulation.simulated_verifiers import VerifierPlan
 from moot.simulation.world import Course, Scenario, SimulatedOutcome, World
 
 SAY_EVERY_S = 5.0
-BEHIND = 0.4
-"""Part of a router's CPU per round that follows when its questions are written, about as measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +110,7 @@ class SimulateConfig(Options):
         return Scenario(
             verifier=VerifierPlan(cost, batching=self.batching, waits=self.waits, max_num_seqs=max(64, concurrency)),
             pools=self._pools(time_of),
-            router=RouterPlan(
-                open_s=self.router_round_ms * ms,
-                round_s=(1 - BEHIND) * self.router_round_ms * ms,
-                behind_s=BEHIND * self.router_round_ms * ms,
-                network_s=self.network_ms * ms,
-                answer_s=0.2 * self.router_round_ms * ms,
-                tell_s=0.1 * self.router_round_ms * ms,
-                vote_s=0.3 * self.router_round_ms * ms,
-                later_s=0.4 * self.router_round_ms * ms,
-                num_speculative_tokens=self.num_speculative_tokens,
-            ),
+            router=RouterPlan.of_round(self.router_round_ms * ms, self.network_ms * ms, self.num_speculative_tokens),
             num_verifiers=self.verifiers,
             num_routers=self.routers,
             concurrency=concurrency,

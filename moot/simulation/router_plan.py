@@ -36,6 +36,21 @@ class RouterPlan:
     num_speculative_tokens: int | None = None
     """None: the policy decides; n: always n; 0: no drafting."""
 
+    @classmethod
+    def of_round(cls, round_s: float, network_s: float, num_speculative_tokens: int | None = None) -> RouterPlan:
+        """The CPU of a round by what it is for, about as measured, with and without rounds that are waited for."""
+        return cls(
+            open_s=round_s,
+            round_s=0.6 * round_s,
+            behind_s=0.4 * round_s,
+            answer_s=0.2 * round_s,
+            tell_s=0.1 * round_s,
+            vote_s=0.3 * round_s,
+            later_s=0.4 * round_s,
+            network_s=network_s,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+
 
 @dataclass(slots=True)
 class Counts:

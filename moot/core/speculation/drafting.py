@@ -21,8 +21,6 @@ from moot.core.voting.weights import WEIGHTS, Contest
 
 _LAG_RATE = 0.2
 """How fast the tokens that are committed during one turnaround are followed."""
-_UNDER_WAY = 2
-"""Tokens that are committed besides: by the step that is under way when a draft comes, and while it waited its turn."""
 _PROBE = 2
 """Tokens that a probe drafts."""
 
@@ -35,6 +33,8 @@ class _Voice:
     """-1: nothing."""
     is_answered: bool = True
     """It has proposed something since."""
+    goal: int = 0
+    """Length up to which it was told to draft."""
     reach: int = 0
     """Up to this length its tokens are scored where they are committed."""
     fitting: tuple[Proposal, ...] = ()
@@ -74,6 +74,8 @@ class Drafting:
         self._probes = Probes()
         self._result: VoteResult | None = None
         self._lag = 1.0
+        """Tokens committed from a question to its proposal, and by one step; running means."""
+        self._per_step = 1.0
         self._is_probe = False
         self.ahead = self._find_ahead()
         """How many tokens past the committed ones the drafters are to draft; 0: none."""
@@ -90,6 +92,7 @@ class Drafting:
 
         `price`: of a row in that step. `local`: proposals that drafters at the verifier made for the prefix before.
         """
+        self._per_step += _LAG_RATE * (len(token_ids) - self._per_step)
         self._learn(tuple(token_ids), num_accepted, local)
         for voice in self._voices.values():
             voice.follow(tuple(token_ids))
@@ -124,6 +127,7 @@ class Drafting:
         for drafter_id in told:
             voice = self._voices[drafter_id]
             voice.told_length, voice.is_answered, voice.is_lost = self.length, False, False
+            voice.goal = self.length + self.ahead
         return told
 
     def lost(self, drafter_id: str) -> None:
@@ -140,13 +144,14 @@ class Drafting:
         if voice.told_length < 0 or not behind:
             return voice.told_length < 0
         if voice.fitting:
-            # In time, so that it goes on without a pause.
-            return behind >= max(self.ahead // 2, 1)
+            # In time, so that it goes on without a pause; and where it has done all that it was told to.
+            return behind >= max(self.ahead // 2, 1) or self.length + max_tokens(voice.fitting) >= voice.goal
         # Nothing of what is on its way can fit, or may fit any more.
         return voice.is_lost or voice.is_answered or behind >= self.ahead
 
     def _find_ahead(self) -> int:
-        late = round(self._lag) + _UNDER_WAY
+        # The step under way when a draft comes commits some, and one more where the draft has waited its turn.
+        late = round(self._lag + self._per_step) + 1
         if self._is_fixed:
             return self._most + late if self._most else 0
         chance, deepest = 1.0, 0
@@ -175,7 +180,6 @@ class Drafting:
             self._weights.numbers,
             policy=options.vote,
             shape=options.shape,
-            num_speculative_tokens=self._most + round(self._lag),
             max_draft_tokens=options.max_draft_tokens,
             calibration=pool.calibration,
             families=pool.families,

@@ -31,9 +31,13 @@ class DraftWait:
         self._deviation = 0.0
         self._first = 0.0
         """Chance that the first token of such a draft is right, all branches together."""
+        self._comes = 1.0
+        """Part of the texts for which a draft comes at all before the next is committed."""
 
     def answered(self, session: Hashable, base_length: int, now: float) -> None:
         """A session has committed a text of so many tokens, and holds no draft."""
+        if session in self._expected:
+            self._comes -= _RATE * self._comes
         self._expected[session] = _Expected(base_length, now)
 
     def came(self, session: Hashable, base_length: int, first: float, now: float) -> None:
@@ -42,6 +46,7 @@ class DraftWait:
         if expected is None or expected.base_length != base_length:
             return
         del self._expected[session]
+        self._comes += _RATE * (1 - self._comes)
         took = now - expected.answered_at
         if self._turnaround is None:
             self._turnaround, self._first = took, first
@@ -62,7 +67,7 @@ class DraftWait:
         takes = _SLACK * self._turnaround + 2 * self._deviation
         due = sorted([one.answered_at + takes for one in self._expected.values() if one.answered_at + takes > now])
         # A step without drafts brings one token where a usual one brings more.
-        worth = self._first + rate * step_seconds / num_sessions - 1
+        worth = self._comes * (self._first + rate * step_seconds / num_sessions - 1)
         best, until = 0.0, now
         for count, at in enumerate(due, 1):
             if at > ready_at + step_seconds:

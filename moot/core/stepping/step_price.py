@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from moot.core.stepping.step_times import StepTimes
 from moot.core.voting.draft_trie import worth
 
-_RATE = 0.05
+_RATE = 0.02
 """How fast the rate of delivery follows the steps."""
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 
-_SHAPE_RATE = 0.02
+_SHAPE_RATE = 0.005
 """How far a point of the curve follows one step."""
 _SCALE_RATE = 0.1
 _MOST_SHIFT = 0.1
-"""A step tells of at most so much more or less than expected of its size."""
+"""A step tells of at most so much more or less than expected of its size,"""
+_ELSEWHERE = 0.3
+"""and one that is so far off tells of something else on the machine."""
 
 
 class StepTimes:
@@ -50,8 +52,11 @@ class StepTimes:
             return
         # One pause of the machine is no measure of it.
         ratio = min(max(seconds / self.seconds(num_rows), self.scale / 2), 2 * self.scale)
-        shift = min(max(ratio / self.scale - 1, -_MOST_SHIFT), _MOST_SHIFT)
+        apart = ratio / self.scale - 1
         self.scale += _SCALE_RATE * (ratio - self.scale)
+        if abs(apart) > _ELSEWHERE:
+            return
+        shift = min(max(apart, -_MOST_SHIFT), _MOST_SHIFT)
         right = min(bisect_right(self._rows, num_rows), len(self._rows) - 1)
         low, high = self._rows[right - 1], self._rows[right]
         part = min(max((num_rows - low) / (high - low), 0.0), 1.0)
