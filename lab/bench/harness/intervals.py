@@ -44,9 +44,11 @@ class Interval:
         return median if low == median == high else f"{median} ({low} to {high})"
 
     def verdict(self, at_most: float | None = None, at_least: float | None = None) -> str:
-        """A bound is missed only when the whole interval lies beyond it."""
-        missed = (at_most is not None and self.low > at_most) or (at_least is not None and self.high < at_least)
-        return "missed" if missed else "reached"
+        """What the samples say of bounds: an interval on both sides of one decides nothing."""
+        if (at_most is not None and self.low > at_most) or (at_least is not None and self.high < at_least):
+            return "missed"
+        is_reached = (at_most is None or self.high <= at_most) and (at_least is None or self.low >= at_least)
+        return "reached" if is_reached else "not decided"
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
