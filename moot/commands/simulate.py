@@ -15,7 +15,7 @@ from moot.core.options import Options, option, option_of, part
 from moot.core.speculation.policy import SpeculationOptions
 from moot.simulation.machine_costs import DraftTime, StepCost
 from moot.simulation.router_plan import RouterPlan
-from moot.simulation.simulated_drafters import PLACES, PoolPlan
+from moot.simulation.simulated_drafters import PoolPlan
 from moot.simulation.simulated_texts import LoadClass, RandomTexts
 from moot.simulation.simulated_verifiers import VerifierPlan
 from moot.simulation.world import Course, Scenario, SimulatedOutcome, World
@@ -42,11 +42,7 @@ class SimulateConfig(Options):
         minimum=0,
         maximum=1,
     )
-    place: str = option(
-        PLACES[0],
-        help="where the drafters run: in processes of their own, in the verifier's, or attached to its model",
-        choices=PLACES,
-    )
+    place: str = option_of(PoolPlan, "place")
     local_acceptance: tuple[float, ...] = option(
         (),
         help="acceptance by depth of one more drafter, in the verifier's process; none: there is none",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from moot.core.speculation.drafting import Drafting
 from moot.core.speculation.policy import PoolPolicy
+from moot.core.speculation.request_drafts import RequestDrafts
 from moot.core.stepping.held_draft import HeldDraft
 from moot.core.types import Proposal
 from moot.core.voting.vote_policy import VotePolicy
@@ -41,7 +41,7 @@ class FreeRequest:
         self._counts = counts
         self._ended = ended
         self._output: list[int] = []
-        self._drafting = Drafting(
+        self._drafts = RequestDrafts(
             policy, list(self._pools), len(text.prompt_token_ids), self._output, plan.num_speculative_tokens
         )
         self._sessions: dict[str, SimulatedDraftSession | None] = {}
@@ -77,7 +77,7 @@ class FreeRequest:
         if not self._is_over and self._sessions.get(drafter_id) is None:
             send = partial(self._path, drafter_id)
             self._sessions[drafter_id] = self._pools[drafter_id].open(self._text, send)
-            self._drafting.lost(drafter_id)
+            self._drafts.lost(drafter_id)
 
     def _send(self, action: Callable[[], None]) -> None:
         self._timeline.after(self._plan.network_s, action)
@@ -86,7 +86,7 @@ class FreeRequest:
         verifier = self._verifier
         if verifier is None or self._is_over:
             return
-        self._granted = self._drafting.length
+        self._granted = self._drafts.length
         answer = partial(self._arrive, verifier)
         self._session = verifier.open(self._text, self._granted, self._plan.credit, self._vote_policy, answer)
 
@@ -101,7 +101,7 @@ class FreeRequest:
         inbox, self._inbox = self._inbox, []
         if self._is_over or not inbox:
             return
-        counts, drafting = self._counts, self._drafting
+        counts, drafts = self._counts, self._drafts
         for answer in inbox:
             counts.tokens += len(answer.token_ids)
             if self._output or answer.num_rows:
@@ -110,15 +110,15 @@ class FreeRequest:
             counts.drafted += answer.num_rows
             counts.accepted += answer.num_accepted
             self._output.extend(answer.token_ids)
-            drafting.committed(answer.token_ids, answer.num_accepted, answer.price, answer.local)
+            drafts.committed(answer.token_ids, answer.num_accepted, answer.price, answer.local)
         if not self._is_behind:
             self._is_behind = True
             self._router.work_later(self._plan.later_s, self._caught_up)
         if inbox[-1].finish_reason is not None:
             self._end()
             return
-        if drafting.length - self._granted >= max(self._plan.credit // 2, 1):
-            self._granted = drafting.length
+        if drafts.length - self._granted >= max(self._plan.credit // 2, 1):
+            self._granted = drafts.length
             self._send(partial(self._grant, self._session, self._granted))
         self._ask()
 
@@ -131,12 +131,12 @@ class FreeRequest:
 
     def _ask(self) -> None:
         length = len(self._output)
-        for drafter_id in self._drafting.questions():
+        for drafter_id in self._drafts.questions():
             session = self._sessions.get(drafter_id)
             if session is None:
-                self._drafting.lost(drafter_id)
+                self._drafts.lost(drafter_id)
             else:
-                tell = partial(session.replica.tell, session, length, self._drafting.ahead)
+                tell = partial(session.replica.tell, session, length, self._drafts.ahead)
                 self._router.work(self._plan.tell_s, partial(self._send, tell))
 
     def _path(self, drafter_id: str, position: int, path: Proposal) -> None:
@@ -155,8 +155,8 @@ class FreeRequest:
         position, path = self._proposed.pop(drafter_id)
         if self._is_over:
             return
-        if self._drafting.proposed(drafter_id, len(self._text.prompt_token_ids) + position, (path,)):
-            draft = self._drafting.draft()
+        if self._drafts.proposed(drafter_id, len(self._text.prompt_token_ids) + position, (path,)):
+            draft = self._drafts.draft()
             if draft is not None:
                 self._send(partial(self._offer, self._session, draft))
         else:
@@ -172,6 +172,6 @@ class FreeRequest:
         for session in self._sessions.values():
             if session is not None:
                 session.replica.close(session)
-        self._drafting.close()
+        self._drafts.close()
         self._counts.finished += 1
         self._ended()

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from moot.core.options import option
 from moot.core.types import Proposal
 from moot.simulation.events import Action, Cores, Timeline
 from moot.simulation.machine_costs import DraftTime
@@ -31,7 +32,11 @@ class PoolPlan:
     overhead_s: float = 0.0
     family: str = ""
     noise: float = 0.0
-    place: str = PLACES[0]
+    place: str = option(
+        PLACES[0],
+        help="where the drafters run: in processes of their own, in the verifier's, or attached to its model",
+        choices=PLACES,
+    )
     chunk: int = 2
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moot.core.stepping.draft_wait import DraftWait
 
@@ -64,6 +66,26 @@ def test_drafters_that_are_gone_are_soon_not_waited_for() -> None:
         wait.came("s", 89 + number, 0.35, 100.003)
         wait.answered("s", 90 + number, 100.0)
     assert left(wait, 1) > 0
+
+
+@given(
+    st.lists(st.floats(0, 0.05), max_size=8),
+    st.floats(0.001, 0.04),
+    st.floats(0.05, 1.0),
+    st.integers(0, 8),
+    st.floats(1.0, 3.0),
+)
+def test_a_wait_has_an_end_and_brings_more_than_it_costs(
+    ages: list[float], turnaround_s: float, first: float, others: int, tokens: float
+) -> None:
+    """Whatever is on its way: never beyond a step's time, and at most as long as what it brings is worth to all."""
+    wait = learned(turnaround_s, first)
+    for number, age in enumerate(ages):
+        wait.answered(number, 1, 100.0 - age)
+    sessions = max(len(ages) + others, 1)
+    waited = left(wait, sessions, tokens)
+    assert 0 <= waited <= STEP_S + 1e-9
+    assert waited * sessions * tokens / STEP_S <= len(ages) * (first + tokens - 1) + 1e-6
 
 
 def test_before_anything_is_known_nothing_is_waited_for() -> None:

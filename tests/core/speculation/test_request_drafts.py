@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moot.core.speculation.drafting import Drafting
 from moot.core.speculation.policy import PoolPolicy, SpeculationOptions, make_policy
+from moot.core.speculation.request_drafts import RequestDrafts
 from moot.core.types import Proposal
 from moot.core.voting.calibration import DrafterTable
 
@@ -23,18 +23,18 @@ class Driven:
     def __init__(self, *drafter_ids: str, pool: PoolPolicy | None = None, length: int | None = None) -> None:
         self.pool = pool or make_policy()
         self.output: list[int] = []
-        self.drafting = Drafting(self.pool, drafter_ids, PROMPT, self.output, length)
+        self.drafts = RequestDrafts(self.pool, drafter_ids, PROMPT, self.output, length)
 
     def step(self, *token_ids: int, price: float = 0.0, local: Sequence[Proposal] = ()) -> None:
         self.output.extend(token_ids)
-        self.drafting.committed(token_ids, len(token_ids) - 1, price, local)
+        self.drafts.committed(token_ids, len(token_ids) - 1, price, local)
 
     def propose(self, drafter_id: str, base: int, *token_ids: int) -> bool:
         proposal = Proposal(token_ids, (128,) * len(token_ids), drafter_id)
-        return self.drafting.proposed(drafter_id, PROMPT + base, (proposal,))
+        return self.drafts.proposed(drafter_id, PROMPT + base, (proposal,))
 
     def drafted(self) -> tuple[int, ...]:
-        draft = self.drafting.draft()
+        draft = self.drafts.draft()
         return () if draft is None else draft.draft.token_ids
 
 
@@ -44,7 +44,7 @@ def test_a_proposal_stays_for_as_long_as_it_fits() -> None:
     assert request.propose("a", 0, 1, 2, 3, 4)
     assert request.drafted() == (1, 2, 3, 4)
     request.step(1, 2)
-    draft = request.drafting.draft()
+    draft = request.drafts.draft()
     assert draft is not None
     assert (draft.base_length, draft.draft.token_ids) == (PROMPT + 2, (3, 4))
     assert request.propose("a", 0, 1, 2, 3, 4, 5)
@@ -62,7 +62,7 @@ def test_drafters_of_different_bases_vote_on_the_same_tokens() -> None:
     request.propose("old", 0, 1, 2, 3)
     request.step(1)
     request.propose("new", 1, 2, 7)
-    draft = request.drafting.draft()
+    draft = request.drafts.draft()
     assert draft is not None
     assert draft.draft.token_ids[0] == 2
     assert {one.drafter_id: one.offset for one in draft.proposals} == {"old": 1, "new": 0}
@@ -81,7 +81,7 @@ def test_a_verifier_holds_the_same_vote_that_the_router_would() -> None:
         request.step(token)
     for drafter_id in "ab":
         request.propose(drafter_id, len(request.output), *[source.randrange(3) for _ in range(3)])
-    held = request.drafting.draft()
+    held = request.drafts.draft()
     assert held is not None
     local = Proposal(tuple(source.randrange(3) for _ in range(3)), (40, 50, 60), "c")
     policy = pool.vote_policy(1, ["a", "b", "c"])
@@ -89,8 +89,8 @@ def test_a_verifier_holds_the_same_vote_that_the_router_would() -> None:
     together = Driven("a", "b", "c", pool=pool)
     together.output.extend(request.output)
     for proposal in (*held.proposals, local):
-        together.drafting.proposed(proposal.drafter_id, together.drafting.length, (proposal,))
-    here = together.drafting.draft()
+        together.drafts.proposed(proposal.drafter_id, together.drafts.length, (proposal,))
+    here = together.drafts.draft()
     assert here is not None
     assert there.draft == here.draft
     assert there.chances == pytest.approx(here.chances, rel=1e-12)
@@ -100,28 +100,28 @@ def test_drafters_are_told_when_their_path_is_left_and_in_time_before_it_ends() 
     """At the start; not again while it drafts for what was told; at once when the path is left; and while the path is
     followed only every few tokens."""
     request = Driven("a", length=4)
-    assert request.drafting.questions() == ["a"]
-    assert request.drafting.questions() == []
+    assert request.drafts.questions() == ["a"]
+    assert request.drafts.questions() == []
     request.propose("a", 0, 1, 2, 3, 4, 5, 6)
     request.step(1)
-    assert request.drafting.questions() == []
+    assert request.drafts.questions() == []
     told = 0
     for token in range(2, 6):
         request.step(token)
-        told += len(request.drafting.questions())
+        told += len(request.drafts.questions())
     assert told == 1
     request.step(99)
-    assert request.drafting.questions() == ["a"]
-    assert request.drafting.questions() == []
+    assert request.drafts.questions() == ["a"]
+    assert request.drafts.questions() == []
 
 
 def test_a_lost_drafter_is_told_anew_and_its_proposal_stays() -> None:
     """What it proposed is as good as before; the session that takes its place knows nothing."""
     request = Driven("a")
-    request.drafting.questions()
+    request.drafts.questions()
     request.propose("a", 0, 1, 2)
-    request.drafting.lost("a")
-    assert request.drafting.questions() == ["a"]
+    request.drafts.lost("a")
+    assert request.drafts.questions() == ["a"]
     assert request.drafted() == (1, 2)
 
 
@@ -134,13 +134,13 @@ def test_no_drafter_is_asked_where_no_row_pays() -> None:
     for token in range(200):
         request.propose("a", len(request.output), token + 1)
         request.step(token, price=0.9)
-        asked += len(request.drafting.questions())
-    assert request.drafting.ahead == 0
+        asked += len(request.drafts.questions())
+    assert request.drafts.ahead == 0
     assert 1 <= asked <= 20
     for token in range(200):
         request.propose("a", len(request.output), *range(token, token + 3))
         request.step(token, price=0.02)
-    assert request.drafting.ahead >= 3
+    assert request.drafts.ahead >= 3
 
 
 @pytest.mark.parametrize("length", [0, 2])
@@ -148,8 +148,8 @@ def test_a_number_of_tokens_that_is_asked_for_holds_at_every_price(length: int) 
     """`num_speculative_tokens`: 0 asks nobody, n drafts n deep whatever a row costs."""
     request = Driven("a", length=length)
     request.step(1, price=0.99)
-    assert bool(request.drafting.questions()) == bool(length)
-    assert (request.drafting.ahead > length) == bool(length)
+    assert bool(request.drafts.questions()) == bool(length)
+    assert (request.drafts.ahead > length) == bool(length)
 
 
 @given(st.integers(), st.integers(1, 3))

@@ -48,8 +48,8 @@ class _Voice:
             self.is_lost = not any(token_ids[: len(one.token_ids)] == one.token_ids for one in had)
 
 
-class Drafting:
-    """The drafting of one request."""
+class RequestDrafts:
+    """The drafts of one request."""
 
     def __init__(
         self,
