@@ -1,15 +1,14 @@
 """The speculation length K: how many tokens to ask the drafters for. Durations, in seconds, are arguments; there is no
 clock.
 
-`fixed`; `minions` (2402.15678): climb along the trend of verify time per token; `goodput` (default): the K with
-the most expected tokens per second at the present load (TurboSpec 2406.14066), 0 included. A K that is decided acts on
+`fixed`; `minions` (2402.15678): climb to the least verify time per token; `goodput` (default): the K with the most
+expected tokens per second at the present load (TurboSpec 2406.14066), 0 included. A K that is decided acts on
 the next round.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from dataclasses import dataclass
 from math import erfc, hypot, inf
 
@@ -67,6 +66,10 @@ def bound_length(num_speculative_tokens: int, prefix_length: int, context_limit:
     return max(min(num_speculative_tokens, context_limit - prefix_length - 1, num_remaining - 1), 0)
 
 
+_RETURN = 0.5
+"""What is known of a K counts so much when K returns to it."""
+
+
 class LengthPolicy(ABC):
     """Speculation length of one request."""
 
@@ -87,19 +90,24 @@ class Fixed(LengthPolicy):
 
 
 class MinionsLength(LengthPolicy):
-    """Minimise verify time / tokens committed. Over the last `window` rounds of the present K fit a line: falling by
-    more than `tolerance` of its mean raises K by one, rising lowers it by `penalty`. Rounds of an older K, still under
-    way when K moved, count for nothing, and after a move the window starts empty.
+    """The length with the least verify time per token committed: one for all requests of a router.
+
+    Both are summed over `window` rounds of one K; then K goes one towards the side on which a token costs less than on
+    the other. Rounds of an older K, still under way when K moved, count for nothing, nor do those that a request's end
+    cut short. What a K has shown before counts half at each return to it.
     """
 
-    def __init__(self, start: int, max_length: int, window: int = 8, tolerance: float = 0.02, penalty: int = 2) -> None:
-        if not 1 <= start <= max_length or window < 2:
-            raise ValueError("start must be in 1..max_length, window at least 2")
+    def __init__(self, start: int, max_length: int, window: int = 24) -> None:
+        if not 1 <= start <= max_length or window < 1:
+            raise ValueError("start must be in 1..max_length, window at least 1")
         self._length = start
         self._max_length = max_length
-        self._tolerance = tolerance
-        self._penalty = penalty
-        self._samples: deque[float] = deque(maxlen=window)
+        self._window = window
+        self._num_rounds = 0
+        # Per K: seconds, tokens.
+        self._sums = [[0.0, 0.0] for _ in range(max_length + 1)]
+        self._last: tuple[int, float] | None = None
+        """The K before this one, and its seconds per token."""
 
     def next_length(self, load: Load) -> int:
         return self._length
@@ -107,29 +115,26 @@ class MinionsLength(LengthPolicy):
     def observe(self, sample: RoundSample) -> None:
         if sample.num_speculative_tokens != self._length or sample.is_cut:
             return
-        self._samples.append(sample.verify_seconds / (sample.num_accepted + 1))
-        if len(self._samples) < (self._samples.maxlen or 0):
-            return
-        trend = _relative_trend(list(self._samples))
-        if trend < -self._tolerance:
-            moved = min(self._length + 1, self._max_length)
-        elif trend > self._tolerance:
-            moved = max(self._length - self._penalty, 1)
-        else:
-            return
-        if moved != self._length:
-            self._length = moved
-            self._samples.clear()
+        sums = self._sums[self._length]
+        sums[0] += sample.verify_seconds
+        sums[1] += sample.num_accepted + 1
+        self._num_rounds += 1
+        if self._num_rounds >= self._window:
+            self._move(sums[0] / sums[1])
 
-
-def _relative_trend(samples: list[float]) -> float:
-    """Change of the least-squares line over the window, relative to the mean."""
-    count = len(samples)
-    middle, mean = (count - 1) / 2, sum(samples) / count
-    if mean <= 0:
-        return 0.0
-    slope = sum((i - middle) * (y - mean) for i, y in enumerate(samples)) / sum((i - middle) ** 2 for i in range(count))
-    return slope * (count - 1) / mean
+    def _move(self, cost: float) -> None:
+        length = self._length
+        is_longer_better = True
+        if self._last is not None:
+            other, other_cost = self._last
+            is_longer_better = cost <= other_cost if length > other else other_cost <= cost
+        moved = min(length + 1, self._max_length) if is_longer_better else max(length - 1, 1)
+        if moved == length and self._max_length > 1:
+            # At an end: look at the neighbour, or the one that is left could never be found better.
+            moved += 1 if length == 1 else -1
+        self._last = length, cost
+        self._length, self._num_rounds = moved, 0
+        self._sums[moved] = [_RETURN * each for each in self._sums[moved]]
 
 
 class Probes:

@@ -353,6 +353,8 @@ class PoolPolicy:
     """What the latest round has seen."""
     usual: RoundTimes | None = None
     selection: DrafterSelection = field(default_factory=DrafterSelection)
+    minions: MinionsLength | None = None
+    """The length of all requests, where the policy is that."""
     price: float = 0.0
     """Chance that a further row of a verifier's latest step would have had to have."""
 
@@ -380,7 +382,9 @@ class PoolPolicy:
             costs = (self.verify_cost, self.draft_cost)
             return Goodput(most, *costs, self.positions, self.probes, router_cost=self.router_cost)
         if self.options.length == "minions" and most > 0:
-            return MinionsLength(min(4, most), most)
+            if self.minions is None:
+                self.minions = MinionsLength(min(4, most), most)
+            return self.minions
         return Fixed(most)
 
     def vote_policy(self, number: int, drafter_ids: Sequence[str]) -> VotePolicy:

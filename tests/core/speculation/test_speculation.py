@@ -13,7 +13,6 @@ from moot.core.speculation.length import (
     Fixed,
     Goodput,
     Load,
-    MinionsLength,
     PositionAcceptance,
     Probes,
     RoundSample,
@@ -37,39 +36,6 @@ def test_fixed_is_fixed() -> None:
     fixed = Fixed(5)
     fixed.observe(RoundSample(5, 5, 0, 9.0))
     assert fixed.next_length(Load(99)) == 5
-
-
-def drive_minions(policy: MinionsLength, seconds_per_token: list[float]) -> list[int]:
-    lengths: list[int] = []
-    for seconds in seconds_per_token:
-        length = policy.next_length(Load())
-        lengths.append(length)
-        policy.observe(RoundSample(length, length, 1, 2 * seconds))
-    return [*lengths, policy.next_length(Load())]
-
-
-def test_minions_climbs_while_improving_and_backs_off_by_the_penalty() -> None:
-    """A falling line of verify time per token raises K by one, a rising one lowers it by the penalty; flat stays."""
-    improving = [1.0 - 0.05 * i for i in range(8)]
-    assert drive_minions(MinionsLength(4, 8), improving)[-1] == 5
-    assert drive_minions(MinionsLength(4, 8), improving[::-1])[-1] == 2
-    assert drive_minions(MinionsLength(4, 8), [1.0] * 20)[-1] == 4
-
-
-def test_minions_stays_in_range() -> None:
-    """Never above the maximum, never below one: it cannot switch drafting off."""
-    improving = [1.0 - 0.01 * i for i in range(80)]
-    assert max(drive_minions(MinionsLength(6, 8), improving)) == 8
-    assert min(drive_minions(MinionsLength(4, 8), improving[::-1])) == 1
-
-
-def test_minions_waits_until_drafts_of_the_old_length_have_drained() -> None:
-    """Rounds of an older K still under way say nothing about the new one and must not fill its window."""
-    policy = MinionsLength(4, 8)
-    assert drive_minions(policy, [1.0 - 0.05 * i for i in range(8)])[-1] == 5
-    for i in range(20):
-        policy.observe(RoundSample(4, 4, 1, 1.0 + i))
-    assert policy.next_length(Load()) == 5
 
 
 def goodput(
