@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from collections.abc import Iterator
@@ -23,14 +22,21 @@ from services.router.api.bodies import Body, ChatCompletionRequest, CompletionRe
 from services.router.api.http.docs_page import page
 from services.router.api.http.openapi import document
 from services.router.api.settings import HttpSettings
-from tests.services.router.api.http_fakes import LiveServer, ScriptedGenerator, byte_level_tokenizer, saying
+from tests.services.router.api.http_fakes import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    LiveServer,
+    ScriptedGenerator,
+    byte_level_tokenizer,
+    saying,
+)
 from tests.waiting import GIVE_UP_S
 
 DOCUMENT = document(guarded=True)
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 KINDS = (ChatCompletionRequest, CompletionRequest)
 TOKENIZER = byte_level_tokenizer()
-HELLO = [{"role": "user", "content": "hello"}]
 LEAST: dict[type[Body], dict[str, Any]] = {
     ChatCompletionRequest: {"messages": HELLO},
     CompletionRequest: {"prompt": "a"},
@@ -275,10 +281,9 @@ def answers_of(live: LiveServer, path: str, body: dict[str, Any]) -> Iterator[tu
     assert response.status_code == 200
     yield kind, response.json()
     for options in ({}, {"stream_options": {"include_usage": True}}):
-        with live.stream(path, body | options) as stream:
-            lines = [line[6:] for line in stream.iter_lines() if line]
-        assert lines.pop() == "[DONE]"
-        yield from ((f"{kind}Chunk", json.loads(line)) for line in lines)
+        chunks = live.streamed(path, body | options)
+        assert chunks.pop() == "[DONE]"
+        yield from ((f"{kind}Chunk", chunk) for chunk in chunks)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +302,7 @@ def test_answers_are_as_described(options: dict[str, Any], with_logprobs: bool) 
     with LiveServer(generator, TOKENIZER) as live:
         chat = {"messages": HELLO} | ({"logprobs": True, "top_logprobs": 2} if with_logprobs else {})
         text = {"prompt": "hello"} | ({"logprobs": 2} if with_logprobs else {"echo": True})
-        for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text)):
+        for path, body in ((CHAT, chat), (COMPLETIONS, text)):
             for kind, answer in answers_of(live, path, body | options):
                 validator(kind, closed(SCHEMAS)).validate(answer)
 
@@ -309,10 +314,9 @@ def test_lists_and_errors_are_as_described() -> None:
         models = httpx.get(live.url + "/v1/models").json()
         validator("ModelList", closed(SCHEMAS)).validate(models)
         validator("ModelCard", closed(SCHEMAS)).validate(models["data"][0])
-        validator("ErrorAnswer", closed(SCHEMAS)).validate(live.post("/v1/completions", {}).json())
-        with live.stream("/v1/completions", {"prompt": "a", "max_tokens": 50}) as stream:
-            last = [line for line in stream.iter_lines() if line][-1]
-        validator("ErrorAnswer", closed(SCHEMAS)).validate(json.loads(last.removeprefix("data: ")))
+        validator("ErrorAnswer", closed(SCHEMAS)).validate(live.post(COMPLETIONS, {}).json())
+        last = live.streamed(COMPLETIONS, {"prompt": "a", "max_tokens": 50})[-1]
+        validator("ErrorAnswer", closed(SCHEMAS)).validate(last)
 
 
 class Page(HTMLParser):
