@@ -273,7 +273,12 @@ def joined(chunks: list[Any], index: int = 0) -> str:
     return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in mine)
 
 
-def saying(tokenizer: Any, text: str, end: bool = True) -> Script:
-    """A script: the ids of `text`, then the end token."""
-    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], *([END] if end else [])]
-    return lambda request: ids
+TOKENIZER = byte_level_tokenizer()
+TEXT = "the drafters propose, ha ha, and the target decides: 😀 café"
+IDS = [*TOKENIZER(TEXT, add_special_tokens=False)["input_ids"], END]
+
+
+def live_server(text: str = TEXT, server: dict[str, Any] | None = None, **generator: Any) -> LiveServer:
+    """One that says `text` and ends. `server`, `generator`: further fields of the two."""
+    ids = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], END]
+    return LiveServer(ScriptedGenerator(lambda request: ids, **generator), TOKENIZER, **(server or {}))

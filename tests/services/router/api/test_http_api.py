@@ -8,29 +8,26 @@ from typing import Any
 import httpx
 import pytest
 
-from moot.core.noise import choice_seed
 from tests.services.router.api.http_fakes import (
     CHAT,
     COMPLETIONS,
     END,
     HELLO,
+    IDS,
+    TEXT,
+    TOKENIZER,
     LiveServer,
-    ScriptedGenerator,
-    byte_level_tokenizer,
     joined,
-    saying,
+    live_server,
 )
 
-TOKENIZER = byte_level_tokenizer()
-TEXT = "the drafters propose, ha ha, and the target decides: 😀 café"
-IDS = [*TOKENIZER(TEXT)["input_ids"], END]
 ASKS: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "hello"}}
 WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with LiveServer(ScriptedGenerator(saying(TOKENIZER, TEXT)), TOKENIZER) as live:
+    with live_server() as live:
         yield live
 
 
@@ -133,16 +130,15 @@ def test_logprobs_end_with_the_stop(server: LiveServer) -> None:
     assert answer["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"])
 
 
-def test_batch_of_prompts_n_and_seed(server: LiveServer) -> None:
-    """Choices are numbered prompt-major, each with its own seed; a prompt counts once in the usage."""
+def test_batch_of_prompts_and_n(server: LiveServer) -> None:
+    """Choices are numbered prompt-major; a prompt counts once in the usage."""
     server.generator.requests.clear()
-    body = {"prompt": ["hello", "the target"], "n": 2, "seed": 5, "max_tokens": 4}
+    body = {"prompt": ["hello", "the target"], "n": 2, "max_tokens": 4}
     answer = server.post(COMPLETIONS, body).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     prompts = [tuple(TOKENIZER(text)["input_ids"]) for text in body["prompt"]]
     seen = sorted(server.generator.requests, key=lambda request: request.request_id)
     assert [request.prompt_token_ids for request in seen] == [prompts[0], prompts[0], prompts[1], prompts[1]]
-    assert [request.params.seed for request in seen] == [choice_seed(5, index) for index in range(4)]
     assert answer["usage"]["prompt_tokens"] == len(prompts[0]) + len(prompts[1])
     assert answer["usage"]["completion_tokens"] == 16
 
@@ -227,7 +223,7 @@ def test_request_ids(server: LiveServer) -> None:
 
 def test_front_metrics() -> None:
     """Per finished choice: one request, one time to first token, one interval for every further token."""
-    with LiveServer(ScriptedGenerator(saying(TOKENIZER, TEXT)), TOKENIZER) as live:
+    with live_server() as live:
         live.post(COMPLETIONS, {"prompt": "a", "max_tokens": 10, "n": 2})
         assert live.value("moot_requests_total", finish_reason="length") == 2
         assert live.value("moot_time_to_first_token_seconds_count") == 2

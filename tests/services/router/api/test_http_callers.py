@@ -20,23 +20,15 @@ from tests.services.router.api.http_fakes import (
     CHAT,
     COMPLETIONS,
     HELLO,
+    TEXT,
+    TOKENIZER,
     LiveServer,
     ScriptedGenerator,
-    byte_level_tokenizer,
     events,
     joined,
-    saying,
+    live_server,
 )
 from tests.waiting import GIVE_UP_S
-
-TOKENIZER = byte_level_tokenizer()
-TEXT = "the drafters propose, and the target decides"
-
-
-def live_server(text: str = TEXT, **options: Any) -> LiveServer:
-    """`options` of the generator; `settings`, `keys` and other options of the server in `server`."""
-    server = options.pop("server", {})
-    return LiveServer(ScriptedGenerator(saying(TOKENIZER, text), **options), TOKENIZER, **server)
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +95,10 @@ def test_a_prompt_too_long_is_refused_with_true_numbers(server: LiveServer) -> N
         assert f"{number} tokens" in error["message"]
 
 
-def test_a_million_characters_do_not_block_health() -> None:
+def test_many_characters_do_not_block_health() -> None:
     """C22: tokenizing happens beside the loop, and health answers meanwhile."""
     with live_server(server={"context_limit": 1_000_000}) as live, ThreadPoolExecutor() as pool:
-        text = "the quick brown fox 😀 " * 45_000
+        text = "the quick brown fox 😀 " * 9_000
         answer = pool.submit(live.post, COMPLETIONS, {"prompt": text, "max_tokens": 1})
         healthy = 0
         while not answer.done():
@@ -169,24 +161,25 @@ KEY = "key-canary-6f1d"
 
 
 def test_every_route_but_probes_and_description_needs_a_key() -> None:
-    """Guarded by default: a walk over all routes, paths nobody serves, and spellings of the open ones."""
+    """Guarded by default: a walk over all routes, paths nobody serves, and spellings of the open ones, with a key that
+    is none; and whatever else is no key."""
     with live_server(server={"keys": ApiKeys([key_hash(KEY)])}) as live:
         routes = [route for route in live.app.routes if isinstance(route, Route)]
         assert len(routes) == len(live.app.routes)
         paths = [route.path.replace("{model:path}", "tiny") for route in routes]
         assert {CHAT, COMPLETIONS, "/metrics", "/v1/models", "/v1/models/tiny"} <= set(paths)
-        bad = ["", "Bearer", "Bearer nope", f"Basic {KEY}", f"Bearer {KEY}x", KEY, "Bearer é", "Bearer " + "k" * 2000]
         paths += ["/", "/nothing", "/health/", "/v1/%2e%2e/health", "/health%2f..%2fmetrics", "//health"]
         for path in [*paths, "/docs/", "/openapi.json/", "/redoc"]:
             for method in ("GET", "POST", "OPTIONS", "PUT"):
-                for header in bad:
-                    headers = {"authorization": header.encode()} if header else {}
-                    response = live.client.request(method, live.url + path, headers=headers)
-                    if path in ("/health", "/readyz", "/livez", "/openapi.json", "/docs"):
-                        assert response.status_code == (200 if method == "GET" else 405)
-                    else:
-                        assert (response.status_code, path) == (401, path)
-                        assert response.json()["error"]["code"] == "invalid_api_key"
+                response = live.client.request(method, live.url + path, headers={"authorization": f"Bearer {KEY}x"})
+                if path in ("/health", "/readyz", "/livez", "/openapi.json", "/docs"):
+                    assert response.status_code == (200 if method == "GET" else 405)
+                else:
+                    assert (response.status_code, path) == (401, path)
+                    assert response.json()["error"]["code"] == "invalid_api_key"
+        for bad in ["", "Bearer", "Bearer nope", f"Basic {KEY}", KEY, "Bearer é", "Bearer " + "k" * 2000]:
+            assert live.post(COMPLETIONS, {}, headers={"authorization": bad.encode()}).status_code == 401, bad
+        assert live.post(COMPLETIONS, {}).status_code == 401
         good = {"authorization": f"Bearer {KEY}"}
         assert httpx.get(live.url + "/v1/models", headers=good).status_code == 200
         assert httpx.get(live.url + "/metrics", headers=good).status_code == 200

@@ -25,16 +25,8 @@ from services.router.api.auth import ApiKeys, key_hash
 from services.router.api.http.http_server import serve_http
 from services.router.api.settings import HttpSettings
 from services.router.api.tokenization import PromptTokenizer
-from tests.services.router.api.http_fakes import (
-    COMPLETIONS,
-    LiveServer,
-    ScriptedGenerator,
-    byte_level_tokenizer,
-    saying,
-)
+from tests.services.router.api.http_fakes import COMPLETIONS, TOKENIZER, byte_level_tokenizer, live_server
 from tests.waiting import GIVE_UP_S
-
-TOKENIZER = byte_level_tokenizer()
 
 
 def test_keys_are_known_by_hash_only(tmp_path: Path) -> None:
@@ -108,7 +100,7 @@ async def test_a_tokenizer_without_chat_template() -> None:
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     """The body has a deadline, after which the place is free again."""
     settings = HttpSettings(served_model_names=("tiny",), body_timeout_s=0.1)
-    with LiveServer(ScriptedGenerator(saying(TOKENIZER, "a")), TOKENIZER, settings) as live:
+    with live_server(server={"settings": settings}) as live:
         with live.connect(COMPLETIONS, {"prompt": "a"}, num_sent=1) as connection:
             assert connection.recv(100).startswith(b"HTTP/1.1 504")
         assert live.app.state.front.admission.num_in_flight == 0
@@ -116,7 +108,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
 
 def test_a_taken_port_is_a_sentence() -> None:
     """Not a traceback, and not an exit from inside the server."""
-    with LiveServer(ScriptedGenerator(saying(TOKENIZER, "a")), TOKENIZER) as live:
+    with live_server() as live:
         port = int(live.url.rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             asyncio.run(serve_http(live.app, "127.0.0.1", port, stop=asyncio.Event(), drain_timeout_s=1))

@@ -16,15 +16,14 @@ from transformers import PreTrainedTokenizerFast
 from moot.core.errors import ConfigError
 from services.router.api.text import IncrementalText, StopStrings
 from services.router.api.tokenization import TokenBytes
-from tests.services.router.api.http_fakes import END, byte_fallback_tokenizer, byte_level_tokenizer
+from tests.services.router.api.http_fakes import END, TOKENIZER, byte_fallback_tokenizer
 
-KINDS = {"byte_level": byte_level_tokenizer, "byte_fallback": byte_fallback_tokenizer}
+KINDS = {"byte_level": TOKENIZER, "byte_fallback": byte_fallback_tokenizer()}
 
 
 @functools.cache
 def load(kind: str) -> tuple[Any, TokenBytes]:
-    tokenizer = KINDS[kind]()
-    return tokenizer, TokenBytes(tokenizer)
+    return KINDS[kind], TokenBytes(KINDS[kind])
 
 
 def split(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
@@ -92,10 +91,15 @@ def test_the_text_of_encoded_text_is_the_tokenizers_own(kind: str, skip: bool, t
     assert run(IncrementalText(tokens, skip_special_tokens=skip), split(ids, cuts))[0] == whole
 
 
-def spell(tokens: TokenBytes, text: str) -> list[int]:
+@functools.cache
+def single(tokens: TokenBytes) -> dict[bytes, int]:
+    return {tokens.of(index): index for index in reversed(range(tokens.size))}
+
+
+def spell(tokens: TokenBytes, text: str | bytes) -> list[int]:
     """One id per byte."""
-    single = {tokens.of(index): index for index in reversed(range(tokens.size))}
-    return [single[bytes([byte])] for byte in text.encode()]
+    data = text.encode() if isinstance(text, str) else text
+    return [single(tokens)[bytes([byte])] for byte in data]
 
 
 @settings(max_examples=300)
@@ -170,9 +174,8 @@ def test_a_character_over_two_rounds_is_never_broken() -> None:
 def test_bytes_that_are_no_character_show_at_once() -> None:
     """U+FFFD stands for bytes that can never become a character, not for the text after them."""
     _, tokens = load("byte_fallback")
-    single = {tokens.of(index): index for index in reversed(range(tokens.size))}
     text = IncrementalText(tokens)
-    assert [text.push([single[bytes([byte])]]).text for byte in b"\xe6\x9dA\xff"] == ["", "", "�A", "�"]
+    assert [text.push([index]).text for index in spell(tokens, b"\xe6\x9dA\xff")] == ["", "", "�A", "�"]
 
 
 def test_end_and_stop_tokens_have_no_text_unless_asked_for() -> None:

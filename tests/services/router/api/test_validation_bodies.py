@@ -383,7 +383,7 @@ def test_nesting_up_to_the_limit_is_read() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.text() | st.integers(), lambda some: st.lists(some) | st.dictionaries(st.text(), some)
+    st.none() | st.text() | st.integers(), lambda some: st.lists(some) | st.dictionaries(st.text(), some), max_leaves=20
 )
 
 
