@@ -20,6 +20,7 @@ from tests.services.router.api.http_fakes import (
     joined,
     live_server,
 )
+from tests.waiting import GIVE_UP_S
 
 ASKS: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "hello"}}
 WITH_USAGE = {"stream_options": {"include_usage": True}}
@@ -222,10 +223,13 @@ def test_request_ids(server: LiveServer) -> None:
 
 
 def test_front_metrics() -> None:
-    """Per finished choice: one request, one time to first token, one interval for every further token."""
+    """Per finished choice: one request, one time to first token, one interval for every further token. C24: a finished
+    generation is closed by its own end, and no abort."""
     with live_server() as live:
         live.post(COMPLETIONS, {"prompt": "a", "max_tokens": 10, "n": 2})
+        assert [live.generator.closed.get(timeout=GIVE_UP_S) for _ in range(2)] == ["length"] * 2
         assert live.value("moot_requests_total", finish_reason="length") == 2
+        assert live.value("moot_requests_total", finish_reason="abort") == 0
         assert live.value("moot_time_to_first_token_seconds_count") == 2
         # Blocks of three: the first one's tokens have no interval.
         assert live.value("moot_inter_token_latency_seconds_count") == 2 * 7

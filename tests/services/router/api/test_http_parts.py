@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,8 @@ from moot.core.errors import (
 from moot.runtime.metrics import Metrics
 from services.router.api.admission import Admission
 from services.router.api.auth import ApiKeys, key_hash
+from services.router.api.error_responses import ClientGone
+from services.router.api.http.endpoint import EventStream
 from services.router.api.http.http_server import serve_http
 from services.router.api.settings import HttpSettings
 from services.router.api.tokenization import PromptTokenizer
@@ -104,6 +107,18 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         with live.connect(COMPLETIONS, {"prompt": "a"}, num_sent=1) as connection:
             assert connection.recv(100).startswith(b"HTTP/1.1 504")
         assert live.app.state.front.admission.num_in_flight == 0
+
+
+async def test_a_stream_gives_up_a_reader_that_takes_nothing() -> None:
+    """By its own clock, whatever the server beneath it does about the connection."""
+
+    async def send(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    stream = EventStream(send, 0.01)
+    with pytest.raises(ClientGone):
+        await stream.close()
+    stream.release()
 
 
 def test_a_taken_port_is_a_sentence() -> None:

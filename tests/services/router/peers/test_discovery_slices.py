@@ -47,7 +47,9 @@ class Followed:
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def watching(self) -> None:
+    async def settled(self) -> None:
+        """The first list is heard, and a watch is open."""
+        await self.hear("10.0.0.1")
         await self.server.until(lambda server: server.watches == 1)
 
     def put(self, name: str, *hosts: str, told: bool = True) -> None:
@@ -154,8 +156,7 @@ async def test_addresses_of_the_sixth_version_are_bracketed(followed: Followed) 
 
 async def test_missed_events_are_made_up_for(followed: Followed) -> None:
     """A change that no watch was told of is heard at the next list, which every end of a watch brings."""
-    await followed.hear("10.0.0.1")
-    await followed.watching()
+    await followed.settled()
     followed.put("a", "10.0.0.2", told=False)
     followed.server.cut_watches()
     await followed.hear("10.0.0.2")
@@ -173,8 +174,7 @@ async def test_a_watch_that_ends_in_time_is_followed_by_a_list(server: ApiServer
 @pytest.mark.parametrize("how", ["event", "status"])
 async def test_a_version_that_is_gone_is_listed_anew(followed: Followed, how: str) -> None:
     """410, as an event of the watch or as the answer to it: the list is asked for, and nothing is dropped meanwhile."""
-    await followed.hear("10.0.0.1")
-    await followed.watching()
+    await followed.settled()
     followed.put("a", "10.0.0.2", told=False)
     if how == "event":
         followed.server.say({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}})
@@ -204,8 +204,7 @@ async def test_bookmarks_change_nothing(followed: Followed) -> None:
 )
 async def test_a_wrong_answer_empties_nothing(followed: Followed, answer: Any) -> None:
     """Errors and nonsense in place of a list leave the last one in place, until a good one comes."""
-    await followed.hear("10.0.0.1")
-    await followed.watching()
+    await followed.settled()
     followed.server.answers = [answer, answer]
     followed.put("a", "10.0.0.2", told=False)
     followed.server.cut_watches()
@@ -217,8 +216,7 @@ async def test_a_wrong_answer_empties_nothing(followed: Followed, answer: Any) -
 @pytest.mark.parametrize("event", [{}, {"type": "MODIFIED", "object": {}}, {"type": "ADDED"}, [], None], ids=str)
 async def test_nonsense_in_a_watch_empties_nothing(followed: Followed, event: Any) -> None:
     """An event that is none ends the watch, not the following."""
-    await followed.hear("10.0.0.1")
-    await followed.watching()
+    await followed.settled()
     followed.server.say(event)
     await followed.server.until(lambda server: server.watches >= 2)
     followed.put("a", "10.0.0.2")
@@ -229,8 +227,7 @@ async def test_nonsense_in_a_watch_empties_nothing(followed: Followed, event: An
 @pytest.mark.parametrize("outage_s", [1.5, pytest.param(60.0, marks=pytest.mark.long)])
 async def test_an_outage_keeps_the_last_list(followed: Followed, outage_s: float) -> None:
     """Nobody answers for a while: the pods that were known stay known; what changed meanwhile is heard afterwards."""
-    await followed.hear("10.0.0.1")
-    await followed.watching()
+    await followed.settled()
     await asyncio.to_thread(followed.server.stop)
     # The outage itself: its length is what is tested.
     await asyncio.sleep(outage_s)
@@ -252,16 +249,14 @@ async def test_a_server_that_is_not_there_yet_is_waited_for(server: ApiServer) -
 
 async def test_a_silent_watch_is_let_go(followed: Followed) -> None:
     """Following can be ended at any time, also while the watch says nothing, and leaves no thread behind."""
-    await followed.hear("10.0.0.1")
-    await followed.watching()
+    await followed.settled()
 
 
 async def test_a_watch_that_is_answered_too_late_is_let_go(server: ApiServer) -> None:
     """Following ends while the server thinks about a watch: its answer, which never ends by itself, holds no thread."""
     server.answers_watches.clear()
     async with following(server, watch_s=3600) as followed:
-        await followed.hear("10.0.0.1")
-        await followed.watching()
+        await followed.settled()
         threading.Timer(0.3, server.answers_watches.set).start()
 
 
