@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.deploy.charts import ROOT, SCENARIOS, TOOLS, rendered, tool
+from tests.deploy.charts import CONFIGS, ROOT, SCENARIOS, rendered, tool
+from tests.programs import output, run
 
 IN_CLUSTER = {
     "CKV_K8S_11": (".*", "a CPU limit throttles a latency-bound step in the middle; requests set the share instead"),
@@ -29,16 +29,8 @@ IN_IMAGES = {
 
 def findings(arguments: list[str], framework: str, folder: Path) -> list[tuple[str, str]]:
     """Check and resource of everything that fails."""
-    tool("venv/bin/checkov")
     quiet = ["--compact", "--quiet", "--skip-download", "-o", "json"]
-    done = subprocess.run(
-        [TOOLS / "venv" / "bin" / "checkov", *arguments, "--framework", framework, *quiet],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=folder,
-        check=False,
-    )
+    done = run(tool("venv/bin/checkov"), *arguments, "--framework", framework, *quiet, cwd=folder, timeout_s=200)
     report: Any = json.loads(done.stdout)
     assert report["summary"]["parsing_errors"] == 0
     assert report["summary"]["passed"] > 0
@@ -56,7 +48,7 @@ def unexplained(found: list[tuple[str, str]], allowed: dict[str, tuple[str, str]
 def test_rendered_objects_have_no_unexplained_findings(tmp_path: Path) -> None:
     """Every finding in any scenario is an exception of the table, and every exception is needed."""
     for scenario in SCENARIOS:
-        (tmp_path / f"{scenario}.yaml").write_text(yaml.safe_dump_all(rendered(scenario)))
+        (tmp_path / f"{scenario}.yaml").write_text(yaml.safe_dump_all(rendered(scenario).objects))
     found = findings(["-d", "."], "kubernetes", tmp_path)
     assert unexplained(found, IN_CLUSTER) == []
     assert {check for check, _ in found} == set(IN_CLUSTER)
@@ -64,24 +56,16 @@ def test_rendered_objects_have_no_unexplained_findings(tmp_path: Path) -> None:
 
 def test_dockerfiles_have_no_unexplained_findings() -> None:
     """The same for the images."""
-    files = [f"services/{service}/Dockerfile" for service in ("router", "verifier", "drafter")]
-    found = findings([part for file in files for part in ("-f", file)], "dockerfile", ROOT)
+    files = [part for service in CONFIGS for part in ("-f", f"services/{service}/Dockerfile")]
+    found = findings(files, "dockerfile", ROOT)
     assert unexplained(found, IN_IMAGES) == []
     assert {check for check, _ in found} == set(IN_IMAGES)
 
 
-@pytest.mark.parametrize("service", ["router", "verifier", "drafter"])
+@pytest.mark.parametrize("service", CONFIGS)
 def test_dockerfiles_pass_hadolint(service: str) -> None:
     """Exceptions stand in the Dockerfile, each with its reason."""
-    done = subprocess.run(
-        [tool("venv/bin/hadolint"), f"services/{service}/Dockerfile"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    assert output(tool("venv/bin/hadolint"), f"services/{service}/Dockerfile", cwd=ROOT) == ""
 
 
 def test_images_have_the_torch_that_was_checked() -> None:
@@ -93,7 +77,7 @@ def test_images_have_the_torch_that_was_checked() -> None:
 def test_build_stages_are_alike() -> None:
     """What images are built by is written once: the Dockerfiles differ in extras and torch alone."""
     stages = set()
-    for service in ("router", "verifier", "drafter"):
+    for service in CONFIGS:
         text = (ROOT / "services" / service / "Dockerfile").read_text()
         stage = text.partition("AS build\n")[2].partition("\nFROM")[0]
         stage = re.sub(r"(?<=install.sh requirements ).*", "EXTRAS", stage)

@@ -14,35 +14,31 @@ from pathlib import Path
 import pytest
 
 from moot.testing.tiny_model import make_tiny_model
-from tests.deploy.charts import CHART, Manifest, one, pod_templates, render
+from tests.deploy.charts import CHART, PodTemplate, given, render
+from tests.programs import run
 from tests.waiting import until
 
 KEY = "a-key-of-the-test"
-VALUES = {
-    "model": {"name": "tiny", "source": "volume", "storage": {"existingClaim": "models"}},
-    "verifier": {"device": "cpu", "config": {"kvCapacityTokens": 4096, "prefixCacheTokens": 1024}},
-    "drafters": {"suffix": {"kind": "suffix"}},
-    "router": {"config": {"inProcessDrafters": ["prompt_lookup"]}},
-    "auth": {"existingSecret": "keys"},
-}
+VALUES = given(
+    "model: {name: tiny, source: volume, storage: {existingClaim: models}},"
+    "verifier: {device: cpu, config: {kvCapacityTokens: 4096, prefixCacheTokens: 1024}},"
+    "drafters.suffix.kind: suffix, router.config.inProcessDrafters: [prompt_lookup], auth.existingSecret: keys"
+)
 
 
 class Program:
     """One rendered program as a process, with its rendered file; ports and paths of this machine by flags."""
 
-    def __init__(self, folder: Path, manifests: tuple[Manifest, ...], component: str, *flags: str) -> None:
-        (pod,) = [pod for name, pod in pod_templates(manifests) if name.endswith(f"-{component}")]
-        container = pod["spec"]["containers"][0]
-        (argument,) = container["args"]
-        assert argument == "--config=/etc/moot/config/config.yaml"
-        config = folder / f"{component}.yaml"
-        config.write_text(one(manifests, "ConfigMap", f"demo-moot-{component}")["data"]["config.yaml"])
-        self._ready = folder / f"{component}.ready"
-        self._log = folder / f"{component}.log"
+    def __init__(self, folder: Path, pod: PodTemplate, *flags: str) -> None:
+        assert pod.container["args"] == ["--config=/etc/moot/config/config.yaml"]
+        config = folder / f"{pod.component}.yaml"
+        config.write_text(pod.file)
+        self._ready = folder / f"{pod.component}.ready"
+        self._log = folder / f"{pod.component}.log"
         own = [f"--config={config}", "--host=127.0.0.1", "--port=0", "--metrics-port=0", f"--ready-file={self._ready}"]
-        environ = {variable["name"]: variable["value"] for variable in container["env"]}
+        environ = {name: variable["value"] for name, variable in pod.env.items()}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", f"services.{component.partition('-')[0]}", *own, *flags],
+            [sys.executable, "-m", f"services.{pod.role}", *own, *flags],
             env={**os.environ, **environ, "HOME": str(folder), "HF_HOME": str(folder)},
             stdin=subprocess.DEVNULL,
             stderr=self._log.open("w"),
@@ -65,15 +61,14 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     model = make_tiny_model(folder / "tiny")
     hashes = folder / "hashes"
     hashes.write_text(hashlib.sha256(KEY.encode()).hexdigest() + "\n")
-    manifests = render(VALUES)
-    verifier = Program(folder, manifests, "verifier", f"--model={model}")
-    suffix = Program(folder, manifests, "drafter-suffix", f"--tokenizer={model}")
+    release = render(VALUES)
+    verifier = Program(folder, release.pod("verifier"), f"--model={model}")
+    suffix = Program(folder, release.pod("drafter-suffix"), f"--tokenizer={model}")
     started = [verifier, suffix]
     try:
         peers = (f"--verifiers=127.0.0.1:{verifier.port}", f"--drafters=suffix=127.0.0.1:{suffix.port}")
-        made = Program(
-            *(folder, manifests, "router", f"--model={model}", "--grpc-port=0", f"--api-keys-file={hashes}"), *peers
-        )
+        own = (f"--model={model}", "--grpc-port=0", f"--api-keys-file={hashes}")
+        made = Program(folder, release.pod("router"), *own, *peers)
         started.insert(0, made)
         assert made.port
         yield made
@@ -85,8 +80,8 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
 
 
 def ask(router: Program, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, CHART / "files" / "ask.py", f"--url=http://127.0.0.1:{router.port}", "--timeout-s=60"]
-    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=90, check=False)
+    url = f"--url=http://127.0.0.1:{router.port}"
+    return run(sys.executable, CHART / "files" / "ask.py", url, "--timeout-s=60", *flags)
 
 
 def test_a_completion_is_streamed(router: Program, tmp_path: Path) -> None:
