@@ -29,7 +29,7 @@ CHART = ROOT / "deploy" / "helm" / "moot"
 SCENARIOS = tuple(sorted(path.stem.removesuffix("-values") for path in (CHART / "ci").glob("*-values.yaml")))
 HELMS = ("helm3", "helm4")
 RELEASE, NAMESPACE = "demo", "serving"
-MINIMAL = {"model": {"name": "org/model"}}
+MINIMAL: dict[str, Any] = {"model": {"name": "org/model"}}
 """The least that the chart can be given."""
 CONFIGS: dict[str, type] = {"router": RouterConfig, "verifier": VerifierConfig, "drafter": DrafterConfig}
 

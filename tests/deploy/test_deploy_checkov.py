@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
+import shutil
 from typing import Any
 
 import pytest
@@ -27,39 +27,31 @@ IN_IMAGES = {
 }
 
 
-def findings(arguments: list[str], framework: str, folder: Path) -> list[tuple[str, str]]:
-    """Check and resource of everything that fails."""
-    quiet = ["--compact", "--quiet", "--skip-download", "-o", "json"]
-    done = run(tool("venv/bin/checkov"), *arguments, "--framework", framework, *quiet, cwd=folder, timeout_s=200)
-    report: Any = json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What checkov says of all scenarios and Dockerfiles, by framework."""
+    folder = tmp_path_factory.mktemp("checked")
+    for scenario in SCENARIOS:
+        (folder / f"{scenario}.yaml").write_text(yaml.dump_all(rendered(scenario).objects, Dumper=yaml.CSafeDumper))
+    for service in CONFIGS:
+        (folder / service).mkdir()
+        shutil.copy(ROOT / "services" / service / "Dockerfile", folder / service)
+    flags = ("--framework", "kubernetes", "dockerfile", "--compact", "--quiet", "--skip-download", "-o", "json")
+    done = run(tool("venv/bin/checkov"), "-d", ".", *flags, cwd=folder, timeout_s=200)
+    return {report["check_type"]: report for report in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize(("framework", "allowed"), [("kubernetes", IN_CLUSTER), ("dockerfile", IN_IMAGES)])
+def test_there_are_no_unexplained_findings(
+    reports: dict[str, Any], framework: str, allowed: dict[str, tuple[str, str]]
+) -> None:
+    """Every finding in any scenario or image is an exception of the table, and every exception is needed."""
+    report = reports[framework]
     assert report["summary"]["parsing_errors"] == 0
     assert report["summary"]["passed"] > 0
-    return [(one["check_id"], one["resource"]) for one in report["results"]["failed_checks"]]
-
-
-def unexplained(found: list[tuple[str, str]], allowed: dict[str, tuple[str, str]]) -> list[tuple[str, str]]:
-    return [
-        (check, resource)
-        for check, resource in found
-        if check not in allowed or not re.fullmatch(allowed[check][0], resource)
-    ]
-
-
-def test_rendered_objects_have_no_unexplained_findings(tmp_path: Path) -> None:
-    """Every finding in any scenario is an exception of the table, and every exception is needed."""
-    for scenario in SCENARIOS:
-        (tmp_path / f"{scenario}.yaml").write_text(yaml.safe_dump_all(rendered(scenario).objects))
-    found = findings(["-d", "."], "kubernetes", tmp_path)
-    assert unexplained(found, IN_CLUSTER) == []
-    assert {check for check, _ in found} == set(IN_CLUSTER)
-
-
-def test_dockerfiles_have_no_unexplained_findings() -> None:
-    """The same for the images."""
-    files = [part for service in CONFIGS for part in ("-f", f"services/{service}/Dockerfile")]
-    found = findings(files, "dockerfile", ROOT)
-    assert unexplained(found, IN_IMAGES) == []
-    assert {check for check, _ in found} == set(IN_IMAGES)
+    found = [(one["check_id"], one["resource"]) for one in report["results"]["failed_checks"]]
+    assert [one for one in found if one[0] not in allowed or not re.fullmatch(allowed[one[0]][0], one[1])] == []
+    assert {check for check, _ in found} == set(allowed)
 
 
 @pytest.mark.parametrize("service", CONFIGS)
