@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # The CPU build of torch is a tenth of the size of the default one:
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
+# Tests at a time. Many start whole systems: about one for each core and for 4 GiB of memory.
+JOBS ?= 2
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto
@@ -50,7 +52,7 @@ serve: install  ## the same system, left running on port 8000
 
 test: install-dev  ## all tests
 	@$(BIN)/python tests/deploy/setup_tools.py || true  # said by itself, and by the last line of the tests
-	$(BIN)/python -m pytest -m "not long" $(FLAGS)
+	$(BIN)/python -m pytest -m "not long" -n $(JOBS) --dist worksteal $(FLAGS)
 
 test-long: install-dev  ## many more cases of the same properties
 	$(BIN)/python -m pytest -m long --timeout 3600 $(FLAGS)

@@ -23,14 +23,15 @@ def table() -> str:
     lines: list[str] = []
     for group in dict.fromkeys(owners):
         title = " and ".join(group) if len(group) < len(SERVICES) else "all services"
-        lines += ["", f"## {title.capitalize()}", "", "| metric | type | what it says |", "|---|---|---|"]
+        lines += ["", f"## {title.capitalize()}", "", "| metric | what it says |", "|---|---|"]
         lines += [_row(one) for one in definitions if one.owners == group]
     return "\n".join([*lines, ""])
 
 
 def _row(one: Definition) -> str:
     labels = f"{{{','.join(one.labels)}}}" if one.labels else ""
-    return f"| `{one.name}{labels}` | {one.kind} | {one.text.replace('|', '/')} |"
+    kind = "*Histogram.* " if one.kind == "histogram" else ""
+    return f"| `{one.name}{labels}` | {kind}{one.text.replace('|', '/')} |"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Whether the pages of docs/results are older than what they describe: said on each page, between its age marks.
+"""Whether the pages of docs/results are older than what they describe: said on each page, below its command.
 
 python tools/results_age.py            write it
 python tools/results_age.py --check    exit status 1 if a page does not say it, or says what is not so
 
-A page's first line has the commit that was measured and the paths that it measures. Paths count that stand there or
-that the bench declares today (`BENCH = Bench(..., measures=...)`), so that a path that was renamed is followed. A page
-that says that it is old names the last commit that it counts: later ones make it no less true.
+Under its title a page has the command and the commit that was measured. What counts are the paths that its bench
+declares today (`BENCH = Bench(..., measures=...)`): without its bench no page can stay. A page that says that it is old
+names the last commit that it counts: later ones make it no less true.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
-_FIRST = re.compile(
-    r"<!-- made by python -m (?:lab\.)?bench\.(?P<bench>\w+).* at (?P<commit>[0-9a-f]{7,40})\b.*;"
-    r" measures (?P<paths>.*) -->\n"
+BY_HAND = ("README.md", "log.md")
+_MADE = re.compile(
+    r"# \w+\n\n`python -m (?:lab\.)?bench\.(?P<bench>\w+).*` at (?P<commit>[0-9a-f]{7,40})\b.*\n(?P<age>(?:.+\n)*)\n"
 )
-_AGE = re.compile(r"(?P<begin><!-- age -->\n)(?P<text>.*?)(?P<end><!-- end -->)", re.DOTALL)
-_TOLD = re.compile(r"(?P<count>\d+) commits? touched `(?P<path>[^`]+)` since \(the last: (?P<last>[0-9a-f]+)\)")
+_TOLD = re.compile(r"by (?P<count>\d+) commits? \(the last: (?P<last>[0-9a-f]+)\)")
 
 
 def declared(folder: Path) -> dict[str, tuple[str, ...]]:
@@ -47,38 +46,36 @@ class History:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def touched(self, path: str, since: str, until: str = "HEAD") -> list[str]:
-        """Short names of the commits after `since` that touched `path`, the latest first. Raises CalledProcessError for
-        commits that are not here."""
-        command = ["git", "-C", str(self._root), "log", "--format=%h", f"{since}..{until}", "--", path]
+    def touched(self, paths: Iterable[str], since: str, until: str = "HEAD") -> list[str]:
+        """Short names of the commits after `since` that touched one of `paths`, the latest first. Raises
+        CalledProcessError for commits that are not here."""
+        command = ["git", "-C", str(self._root), "log", "--format=%h", f"{since}..{until}", "--", *paths]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
-    def age(self, commit: str, paths: Iterable[str]) -> str:
+    def age(self, commit: str, paths: Sequence[str]) -> str:
         """A sentence; empty for a page that is as new as what it describes."""
-        told = []
-        for path in paths:
-            if names := self.touched(path, commit):
-                count = len(self.touched(path, commit, names[0]))
-                told.append(f"{count} commit{'s' * (count > 1)} touched `{path}` since (the last: {names[0]})")
-        return f"**Older than what it describes**: {'; '.join(told)}.\n" if told else ""
+        if not (names := self.touched(paths, commit)):
+            return ""
+        count = len(self.touched(paths, commit, names[0]))
+        return f"**Older than its code** by {count} commit{'s' * (count > 1)} (the last: {names[0]}).\n"
 
-    def is_so(self, text: str, commit: str, paths: Iterable[str]) -> bool:
-        """Whether a page says all that is old, and only what is so up to the commits that it names."""
-        told = {found["path"]: (int(found["count"]), found["last"]) for found in _TOLD.finditer(text)}
+    def is_so(self, text: str, commit: str, paths: Sequence[str]) -> bool:
+        """Whether a page says that it is old if it is, and how old it was at the commit that it names."""
+        if (told := _TOLD.search(text)) is None:
+            return not text and not self.touched(paths, commit)
         try:
-            counts = {path: len(self.touched(path, commit, last)) for path, (_, last) in told.items()}
+            return len(self.touched(paths, commit, told["last"])) == int(told["count"]) > 0
         except subprocess.CalledProcessError:
             return False
-        is_true = all(counts[path] == count > 0 for path, (count, _) in told.items())
-        return is_true and all(path in told for path in paths if self.touched(path, commit))
 
 
-def parts(page: str, benches: Mapping[str, Sequence[str]]) -> tuple[str, list[str], re.Match[str]]:
-    """Commit, paths and age of a page. Raises ValueError for a page without first line or marks."""
-    first, age = _FIRST.match(page), _AGE.search(page)
-    if first is None or age is None:
-        raise ValueError("no first line of a bench, or no place for its age")
-    return first["commit"], list(dict.fromkeys([*first["paths"].split(), *benches.get(first["bench"], ())])), age
+def parts(page: str, benches: Mapping[str, Sequence[str]]) -> tuple[str, Sequence[str], re.Match[str]]:
+    """Commit, paths, and what the page's head matches, its age among it. Raises ValueError for a page without the
+    command of a bench that there is."""
+    made = _MADE.match(page)
+    if made is None or made["bench"] not in benches:
+        raise ValueError("no command of a bench that there is under its title")
+    return made["commit"], benches[made["bench"]], made
 
 
 def checked(root: Path, results: Path, *, write: bool) -> list[str]:
@@ -86,12 +83,13 @@ def checked(root: Path, results: Path, *, write: bool) -> list[str]:
     history, benches = History(root), declared(root / "lab" / "bench")
     wrong = []
     for path in sorted(results.glob("*.md")):
-        if not (page := path.read_text()).startswith("<!-- made by"):
+        if path.name in BY_HAND:
             continue
-        commit, paths, age = parts(page, benches)
+        page = path.read_text()
+        commit, paths, made = parts(page, benches)
         if write:
-            path.write_text(page[: age.start("text")] + history.age(commit, paths) + page[age.end("text") :])
-        if not history.is_so(age["text"], commit, paths):
+            path.write_text(page[: made.start("age")] + history.age(commit, paths) + page[made.end("age") :])
+        if not history.is_so(made["age"], commit, paths):
             wrong.append(path.name)
     return wrong
 

@@ -21,8 +21,6 @@ from moot.simulation.simulated_verifiers import VerifierPlan
 from moot.simulation.world import Course, Scenario, SimulatedOutcome, World
 
 SAY_EVERY_S = 5.0
-BEHIND = 0.4
-"""Part of a router's CPU per round that follows when its questions are written, about as measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +39,13 @@ class SimulateConfig(Options):
     acceptance: tuple[float, ...] = option(
         (0.75,),
         help="chance that a draft token is right if those before it are, by depth; the last for all further",
+        minimum=0,
+        maximum=1,
+    )
+    place: str = option_of(PoolPlan, "place")
+    local_acceptance: tuple[float, ...] = option(
+        (),
+        help="acceptance by depth of one more drafter, in the verifier's process; none: there is none",
         minimum=0,
         maximum=1,
     )
@@ -65,6 +70,7 @@ class SimulateConfig(Options):
     shape: str = option_of(SpeculationOptions, "shape")
     draft_ahead_tokens: int = option(0, help="tokens that an idle drafter goes on past its proposal")
     batching: str = option_of(VerifierPlan, "batching")
+    waits: bool = option_of(VerifierPlan, "waits")
     course: Course = part(Course)
     seed: int = option(1, help="seed of the requests; the same seed gives the same table")
     picture: Path | None = option(None, help="also draw tokens/s against concurrency into this PNG")
@@ -84,23 +90,23 @@ class SimulateConfig(Options):
             raise ConfigError("load needs classes with a share above 0 and at least one token")
         return found
 
+    def _pools(self, time_of: DraftTime) -> tuple[PoolPlan, ...]:
+        # What a drafter that runs on its own sends at once: what it drafts in a third of a step.
+        chunk = max(2, int(self.verify_ms / 3 / self.draft_token_ms)) if self.draft_token_ms else 2
+        pools = [
+            PoolPlan(f"drafter-{index}", self.replicas, time_of, self.draft_ahead_tokens, place=self.place, chunk=chunk)
+            for index in range(self.drafters)
+        ]
+        return (*pools, *([PoolPlan("local", place="verifier")] if self.local_acceptance else []))
+
     def scenario(self, concurrency: int) -> Scenario:
         ms = 1e-3
         cost = StepCost.line(self.verify_ms * ms, self.verify_row_ms * ms, self.free_rows, self.prefill_token_ms * ms)
         time_of = DraftTime(self.draft_ms * ms, self.draft_token_ms * ms, self.draft_request_ms * ms)
         return Scenario(
-            verifier=VerifierPlan(cost, batching=self.batching, max_num_seqs=max(64, concurrency)),
-            pools=tuple(
-                PoolPlan(f"drafter-{index}", self.replicas, time_of, self.draft_ahead_tokens)
-                for index in range(self.drafters)
-            ),
-            router=RouterPlan(
-                open_s=self.router_round_ms * ms,
-                round_s=(1 - BEHIND) * self.router_round_ms * ms,
-                behind_s=BEHIND * self.router_round_ms * ms,
-                network_s=self.network_ms * ms,
-                num_speculative_tokens=self.num_speculative_tokens,
-            ),
+            verifier=VerifierPlan(cost, batching=self.batching, waits=self.waits, max_num_seqs=max(64, concurrency)),
+            pools=self._pools(time_of),
+            router=RouterPlan.of_round(self.router_round_ms * ms, self.network_ms * ms, self.num_speculative_tokens),
             num_verifiers=self.verifiers,
             num_routers=self.routers,
             concurrency=concurrency,
@@ -135,7 +141,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def simulate(config: SimulateConfig, concurrency: int) -> SimulatedOutcome:
-    texts = RandomTexts(config.classes(), [config.acceptance] * config.drafters, config.correlation, config.seed)
+    chances = [config.acceptance] * config.drafters + ([config.local_acceptance] if config.local_acceptance else [])
+    texts = RandomTexts(config.classes(), chances, config.correlation, config.seed)
     told = time.monotonic()
 
     def progress(part: float) -> None:

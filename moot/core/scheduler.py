@@ -14,7 +14,7 @@ Where numbers do not depend on batch-mates (batch-invariant mode), none of this 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -109,6 +109,11 @@ class Scheduler(Generic[SessionT]):
         # Age of each session's wait: the count at which a session's work came, or at which it was last given a chunk.
         self._turn: dict[int, int] = {}
         self._next_turn = 0
+
+    @property
+    def admitted(self) -> Collection[SessionT]:
+        """The sessions that hold KV, oldest first."""
+        return self._admitted.values()
 
     @property
     def num_admitted(self) -> int:

@@ -6,7 +6,7 @@ verify, commit. Position t of a token: its index in prompt + output, counted fro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -75,16 +75,25 @@ class Proposal:
     255).
 
     The byte is on the drafter's own scale and only ever binned. Empty ids: the drafter abstains. A drafter leaves
-    `drafter_id` empty: the process that holds it puts the name it was configured with.
+    `drafter_id` empty: the process that holds it puts the name it was configured with. `offset`: tokens that the
+    drafter had before these and that were committed meanwhile; the first of these is at that depth of its own.
     """
 
     token_ids: tuple[int, ...]
     confidences: tuple[int, ...] = ()
     drafter_id: str = ""
+    offset: int = 0
 
     def part(self, begin: int, end: int | None = None) -> Proposal:
         """The proposal's tokens from index `begin` up to, not including, `end`."""
         return Proposal(self.token_ids[begin:end], self.confidences[begin:end], self.drafter_id)
+
+    def after(self, token_ids: Sequence[int]) -> Proposal | None:
+        """What is left of the proposal once these were committed; None: it was wrong, or nothing is left."""
+        count = len(token_ids)
+        if len(self.token_ids) <= count or self.token_ids[:count] != tuple(token_ids):
+            return None
+        return Proposal(self.token_ids[count:], self.confidences[count:], self.drafter_id, self.offset + count)
 
 
 @dataclass(frozen=True, slots=True)

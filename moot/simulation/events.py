@@ -96,32 +96,44 @@ class Cores:
 class Server:
     """One thread of execution: jobs in the order in which they came. `cores`: what it shares with others, if it does.
 
-    `work` with `wait=False` is for work that is not waited for: it only keeps the server, or the cores, busy.
+    What can wait is done where nothing else is there to do, or once it has waited for `most_wait_s`.
     """
 
-    def __init__(self, timeline: Timeline, cores: Cores | None = None) -> None:
+    def __init__(self, timeline: Timeline, cores: Cores | None = None, most_wait_s: float = 0.005) -> None:
         self._timeline = timeline
         self._cores = cores
-        self._free_at = 0.0
+        self._most_wait_s = most_wait_s
         self._jobs: deque[tuple[float, Action]] = deque()
+        self._waiting: deque[tuple[float, float, Action]] = deque()
         self._is_running = False
         self.busy_s = 0.0
 
     def work(self, seconds: float, done: Action) -> None:
-        self.busy_s += seconds
-        timeline = self._timeline
-        if self._cores is None:
-            self._free_at = max(self._free_at, timeline.now) + seconds
-            timeline.after(self._free_at - timeline.now, done)
-            return
         self._jobs.append((seconds, done))
+        self._begin()
+
+    def work_later(self, seconds: float, done: Action) -> None:
+        """Work that others may overtake for a while."""
+        self._waiting.append((self._timeline.now + self._most_wait_s, seconds, done))
+        self._begin()
+
+    def _begin(self) -> None:
         if not self._is_running:
             self._next()
 
     def _next(self) -> None:
-        self._is_running = bool(self._jobs)
-        if self._is_running and self._cores is not None:
+        waiting = self._waiting
+        self._is_running = bool(self._jobs or waiting)
+        if not self._is_running:
+            return
+        if waiting and (not self._jobs or waiting[0][0] <= self._timeline.now):
+            _, seconds, done = waiting.popleft()
+        else:
             seconds, done = self._jobs.popleft()
+        self.busy_s += seconds
+        if self._cores is None:
+            self._timeline.after(seconds, lambda: self._end(done))
+        else:
             self._cores.run(seconds, 1, lambda: self._end(done))
 
     def _end(self, done: Action) -> None:

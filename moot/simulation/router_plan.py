@@ -25,8 +25,31 @@ class RouterPlan:
     """From the loss of a peer to the moment at which its requests go on elsewhere."""
     beside_s: tuple[float, ...] = ()
     """CPU per round of processes that no round waits for (store, client): it matters where cores are shared."""
+    answer_s: float = 0.00007
+    """Where verifiers never wait, CPU of what a session's step brought, of a question to a drafter, of a draft, and of
+    what others may overtake (stream, record, learning)."""
+    tell_s: float = 0.000035
+    vote_s: float = 0.000105
+    later_s: float = 0.00014
+    credit: int = 64
+    """Tokens that a verifier may commit beyond what the router has heard of."""
     num_speculative_tokens: int | None = None
     """None: the policy decides; n: always n; 0: no drafting."""
+
+    @classmethod
+    def of_round(cls, round_s: float, network_s: float, num_speculative_tokens: int | None = None) -> RouterPlan:
+        """The CPU of a round by what it is for, about as measured, with and without rounds that are waited for."""
+        return cls(
+            open_s=round_s,
+            round_s=0.6 * round_s,
+            behind_s=0.4 * round_s,
+            answer_s=0.2 * round_s,
+            tell_s=0.1 * round_s,
+            vote_s=0.3 * round_s,
+            later_s=0.4 * round_s,
+            network_s=network_s,
+            num_speculative_tokens=num_speculative_tokens,
+        )
 
 
 @dataclass(slots=True)

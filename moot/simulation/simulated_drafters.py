@@ -1,4 +1,4 @@
-"""A simulated pool of drafters: each replica drafts for all waiting asks in one batch, and ahead while it is idle."""
+"""A simulated pool of drafters: each replica drafts a token at a time for all requests that want one."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from moot.core.options import option
 from moot.core.types import Proposal
 from moot.simulation.events import Action, Cores, Timeline
 from moot.simulation.machine_costs import DraftTime
 from moot.simulation.simulated_texts import SimulatedText
 
 _NOTHING = Proposal(())
+PLACES = ("pool", "verifier", "attached")
+"""Where drafters run: in processes of their own, in the verifier's without a model, or on the verifier's own model."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
     """The plan of one drafter: `replicas` of it. `ahead_tokens`: how far past its proposal an idle replica goes on.
     `overhead_s`: CPU of one ask beside drafting. `family`: drafters that are alike for the vote (empty: its own).
-    `noise`: each batch takes up to so much more or less, as a part of its time."""
+    `noise`: each step takes up to so much more or less, as a part of its time. `chunk`: a drafter that runs on its own
+    sends a path each time that it has grown by so many tokens."""
 
     drafter_id: str
     replicas: int = 1
@@ -28,19 +32,46 @@ class PoolPlan:
     overhead_s: float = 0.0
     family: str = ""
     noise: float = 0.0
+    place: str = option(
+        PLACES[0],
+        help="where the drafters run: in processes of their own, in the verifier's, or attached to its model",
+        choices=PLACES,
+    )
+    chunk: int = 2
 
 
 @dataclass(eq=False, slots=True)
 class SimulatedDraftSession:
-    """A session of one request on a replica: the path drafted so far from `position`, and how long it may become."""
+    """A session of one request on a replica: the path drafted so far from `position`, and how long it may become.
+
+    It either waits for an `answer` of `length` tokens, or sends each `chunk` through `send`, with its position.
+    """
 
     text: SimulatedText
     replica: Replica
+    send: Callable[[int, Proposal], None] | None = None
     position: int = 0
     path: Proposal = _NOTHING
     goal: int = 0
     length: int = 0
+    num_sent: int = 0
+    num_left: int = 0
+    """How often a path was left."""
+    is_new: bool = False
+    """It was asked or told since the replica's last step."""
     answer: Callable[[Proposal | None], None] | None = None
+
+    def follow(self, position: int) -> None:
+        """Tokens up to `position` were committed: keep the path where it runs through them."""
+        ids = self.path.token_ids
+        added = position - self.position
+        held = added <= len(ids) and all(ids[i] == self.text.token(self.position + i) for i in range(added))
+        self.path = self.path.part(added) if held else _NOTHING
+        self.num_sent = max(self.num_sent - added, 0) if held else 0
+        self.num_left += not held
+        self.goal = 0
+        self.position = position
+        self.is_new = True
 
 
 class Replica:
@@ -51,9 +82,10 @@ class Replica:
         self._plan = plan
         self._number = number
         self._cores = cores
-        self._waiting: dict[int, SimulatedDraftSession] = {}
+        # Sessions that want tokens, those that are waited for first.
+        self._asking: dict[int, SimulatedDraftSession] = {}
+        self._drafting: dict[int, SimulatedDraftSession] = {}
         self._is_busy = False
-        self._idle_since = 0.0
         self._random = random.Random(number)
         self.sessions: dict[int, SimulatedDraftSession] = {}
         self.is_alive = True
@@ -67,49 +99,61 @@ class Replica:
         """Propose `length` tokens after `position`; a newer ask of a session takes the place of an older one."""
         if not self.is_alive:
             return
-        wait = self._credit()
         self.num_asks += 1
-        _follow(session, position)
-        session.length, session.answer = length, answer
+        session.follow(position)
+        session.length, session.answer, session.goal = length, answer, length + self._plan.ahead_tokens
+        self._asking.pop(id(session), None)
         if len(session.path.token_ids) >= length:
             self.num_from_ahead += 1
-            session.goal = length + self._plan.ahead_tokens
-            self._waiting.pop(id(session), None)
             self._answer(session)
+        else:
+            self._asking[id(session)] = session
+        self._want(session)
+
+    def tell(self, session: SimulatedDraftSession, position: int, ahead: int) -> None:
+        """Tokens up to `position` are committed: draft up to `ahead` tokens past them."""
+        if not self.is_alive:
             return
-        self._waiting[id(session)] = session
-        if not self._is_busy:
-            # The step that it is at, drafting ahead, is finished first.
-            self._is_busy = True
-            self._timeline.after(wait, self._begin)
+        self.num_asks += 1
+        session.follow(position)
+        session.goal = ahead
+        self._want(session)
 
     def close(self, session: SimulatedDraftSession) -> None:
-        self._credit()
-        self.sessions.pop(id(session), None)
-        self._waiting.pop(id(session), None)
+        for sessions in (self.sessions, self._asking, self._drafting):
+            sessions.pop(id(session), None)
 
     def die(self) -> list[SimulatedDraftSession]:
         """Lose the replica and whatever it held."""
         self.is_alive = False
         lost = list(self.sessions.values())
-        self.sessions.clear()
-        self._waiting.clear()
+        for sessions in (self.sessions, self._asking, self._drafting):
+            sessions.clear()
         return lost
 
-    def _begin(self) -> None:
-        batch: list[SimulatedDraftSession] = []
-        while self._waiting and len(batch) < self._plan.max_batch:
-            batch.append(self._waiting.pop(next(iter(self._waiting))))
-        if not batch or not self.is_alive:
-            self._is_busy = False
-            self._idle_since = self._timeline.now
+    def _want(self, session: SimulatedDraftSession) -> None:
+        if len(session.path.token_ids) < session.goal:
+            self._drafting[id(session)] = session
+        if not self._is_busy:
+            self._step()
+
+    def _step(self) -> None:
+        """One token for each session that wants one."""
+        batch = list(self._asking.values())[: self._plan.max_batch]
+        chosen = {id(session) for session in batch}
+        batch += [one for key, one in self._drafting.items() if key not in chosen][: self._plan.max_batch - len(batch)]
+        self._is_busy = bool(batch) and self.is_alive
+        if not self._is_busy:
             return
-        missing = max(session.length - len(session.path.token_ids) for session in batch)
-        seconds = self._plan.time.seconds(missing, len(batch)) + self._plan.overhead_s * len(batch)
-        if self._plan.noise:
-            seconds *= self._random.uniform(1 - self._plan.noise, 1 + self._plan.noise)
+        plan, num_new = self._plan, sum(session.is_new for session in batch)
+        seconds = plan.time.seconds(1, len(batch)) - (0 if num_new else plan.time.start_s) + plan.overhead_s * num_new
+        if plan.noise:
+            seconds *= self._random.uniform(1 - plan.noise, 1 + plan.noise)
         self.busy_s += seconds
-        self._work(seconds, lambda: self._finish(batch))
+        for session in batch:
+            session.is_new = False
+        drafted = [(session, session.num_left) for session in batch]
+        self._work(seconds, lambda: self._finish(drafted))
 
     def _work(self, seconds: float, done: Action) -> None:
         if self._cores is None:
@@ -117,49 +161,37 @@ class Replica:
         else:
             self._cores.run(seconds, 1, done)
 
-    def _finish(self, batch: list[SimulatedDraftSession]) -> None:
+    def _finish(self, drafted: list[tuple[SimulatedDraftSession, int]]) -> None:
         if not self.is_alive:
             return
-        for session in batch:
-            if id(session) not in self.sessions or id(session) in self._waiting:
+        for session, num_left in drafted:
+            if id(session) not in self.sessions:
                 continue
-            session.path = session.text.propose(self._number, session.position, session.length, session.path)
-            session.goal = session.length + self._plan.ahead_tokens
+            # Where what was committed meanwhile has left the path, the step was for nothing.
+            if num_left == session.num_left:
+                length = len(session.path.token_ids) + 1
+                session.path = session.text.propose(self._number, session.position, length, session.path)
+            self._hand_out(session)
+        self._step()
+
+    def _hand_out(self, session: SimulatedDraftSession) -> None:
+        length, key = len(session.path.token_ids), id(session)
+        if session.answer is not None and length >= session.length:
+            self._asking.pop(key, None)
             self._answer(session)
-        self._begin()
+        if length >= session.goal:
+            self._drafting.pop(key, None)
+        unsent = length - session.num_sent
+        if session.send is not None and unsent and (unsent >= self._plan.chunk or length >= session.goal):
+            session.num_sent = length
+            path = session.path
+            session.send(session.position, Proposal(path.token_ids, path.confidences, self._plan.drafter_id))
 
     def _answer(self, session: SimulatedDraftSession) -> None:
         answer, session.answer = session.answer, None
         if answer is not None:
             path = session.path.part(0, session.length)
             answer(Proposal(path.token_ids, path.confidences, self._plan.drafter_id))
-
-    def _credit(self) -> float:
-        """Give the paths what the replica has drafted ahead since it fell idle; returns how long its present step still
-        takes. Worked out on demand, so that idle drafters cost no events."""
-        timeline, ahead = self._timeline, self._plan.ahead_tokens
-        if self._is_busy or not ahead:
-            return 0.0
-        left = timeline.now - self._idle_since
-        if left < 0:
-            return -left
-        self._idle_since = timeline.now
-        while left > 0:
-            batch = [one for one in self.sessions.values() if len(one.path.token_ids) < one.goal][
-                : self._plan.max_batch
-            ]
-            if not batch:
-                break
-            left -= self._plan.time.seconds(1, len(batch))
-            for session in batch:
-                session.path = session.text.propose(
-                    self._number, session.position, len(session.path.token_ids) + 1, session.path
-                )
-            if left < 0:
-                # The step under way: its tokens are there once it has ended, and the ask waits for that.
-                self._idle_since -= left
-                return -left
-        return 0.0
 
 
 class SimulatedDrafterPool:
@@ -169,22 +201,15 @@ class SimulatedDrafterPool:
         self.plan = plan
         self.replicas = [Replica(timeline, plan, number, cores) for _ in range(plan.replicas)]
 
-    def open(self, text: SimulatedText) -> SimulatedDraftSession | None:
-        """A session at the replica with the fewest; None: no replica is left."""
+    def open(
+        self, text: SimulatedText, send: Callable[[int, Proposal], None] | None = None
+    ) -> SimulatedDraftSession | None:
+        """A session at the replica with the fewest; None: no replica is left. `send`: where it runs on its own, what
+        takes its paths."""
         alive = [replica for replica in self.replicas if replica.is_alive]
         if not alive:
             return None
         replica = min(alive, key=lambda one: len(one.sessions))
-        session = SimulatedDraftSession(text, replica)
+        session = SimulatedDraftSession(text, replica, send)
         replica.sessions[id(session)] = session
         return session
-
-
-def _follow(session: SimulatedDraftSession, position: int) -> None:
-    """Tokens `session.position` to `position` were committed: keep the path where it runs through them."""
-    ids = session.path.token_ids
-    added = position - session.position
-    held = added <= len(ids) and all(ids[i] == session.text.token(session.position + i) for i in range(added))
-    session.path = session.path.part(added) if held else _NOTHING
-    session.goal = 0
-    session.position = position

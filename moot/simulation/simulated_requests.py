@@ -62,12 +62,13 @@ class Request:
         self._verifier, self._session, self._box = verifier, None, None
         self._timeline.after(self._plan.detect_s, self._open)
 
-    def uses(self, number: int, sessions: set[SimulatedDraftSession]) -> bool:
-        """Whether the request's session at pool `number` is one of these."""
-        return self._drafting[number] in sessions
+    def lose_drafters(self, lost: set[SimulatedDraftSession]) -> None:
+        """These sessions are lost: the round goes on without them, the next ask finds others."""
+        for number, session in enumerate(self._drafting):
+            if session in lost:
+                self._lose_drafter(number)
 
-    def lose_drafter(self, number: int) -> None:
-        """The replica of this pool is lost: the round goes on without it, the next ask finds another."""
+    def _lose_drafter(self, number: int) -> None:
         self._drafting[number] = None
         if self._box is not None:
             self._box.lose(number)

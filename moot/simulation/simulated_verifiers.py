@@ -15,10 +15,11 @@ from moot.simulation.events import Action, Cores, Timeline
 from moot.simulation.machine_costs import StepCost
 from moot.simulation.simulated_texts import SimulatedText
 
-BATCHINGS = ("ready", "gathered", "whole", "dual")
+BATCHINGS = ("ready", "gathered", "whole", "dual", "free")
 """`ready`: a step takes what is there when it begins (a verifier on a GPU); `gathered`: after a moment's wait for
 requests that usually answer so soon (on a CPU); `whole`: it waits for all of its requests; `dual`: for all of one half
-of them, the halves taking turns while the other half drafts."""
+of them, the halves taking turns while the other half drafts; `free`: every session in every step, drafts as they come
+(free_verifiers.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class VerifierPlan:
     batching: str = option(
         "ready",
         help="what a step takes: what is ready (a verifier on a GPU), that after a moment's wait for requests that "
-        "usually come so soon (on a CPU), all requests, or two halves in turns",
+        "usually come so soon (on a CPU), all requests, two halves in turns, or everybody always, drafts as they come",
         choices=BATCHINGS,
     )
     batching_delay_share: float = CPU_SHARE
@@ -40,6 +41,9 @@ class VerifierPlan:
     kv_tokens: int = 1 << 20
     threads: int = 1
     noise: float = 0.0
+    waits: bool = option(
+        True, help="with free batching, a step waits for drafts that are about to come, where that pays"
+    )
 
 
 @dataclass(eq=False, slots=True)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from moot.core.options import Options, option, part
 from moot.core.speculation.policy import PoolPolicy, SpeculationOptions, make_policy
+from moot.core.voting.vote_policy import VotePolicy
 from moot.simulation.events import Cores, Server, Timeline
+from moot.simulation.free_requests import FreeRequest
+from moot.simulation.free_verifiers import FreeVerifier
 from moot.simulation.router_plan import Counts, RouterPlan
 from moot.simulation.simulated_drafters import PoolPlan, SimulatedDrafterPool, SimulatedDraftSession
 from moot.simulation.simulated_requests import Request
@@ -103,14 +107,29 @@ class World:
             SimulatedDrafterPool(self._timeline, plan, number, self._cores)
             for number, plan in enumerate(scenario.pools)
         ]
-        self._verifiers = [
-            Verifier(self._timeline, scenario.verifier, self._cores, seed) for seed in range(scenario.num_verifiers)
-        ]
-        self._running: list[dict[int, Request]] = [{} for _ in self._verifiers]
+        self._is_free = scenario.verifier.batching == "free"
+        self._verifiers = [self._verifier(seed) for seed in range(scenario.num_verifiers)]
+        self._vote_policies = [self._vote_policy(number) for number in range(len(self.policies))]
+        self._running: list[dict[int, Any]] = [{} for _ in self._verifiers]
         self._counts = Counts({})
         self._num_started = 0
         self._next_router = 0
         self._last_end = 0.0
+
+    def _verifier(self, seed: int) -> Any:
+        scenario = self.scenario
+        if not self._is_free:
+            return Verifier(self._timeline, scenario.verifier, self._cores, seed)
+        network_s = scenario.router.network_s
+        return FreeVerifier(self._timeline, scenario.verifier, scenario.pools, network_s, self._cores, seed)
+
+    def _vote_policy(self, router: int, number: int = 0) -> VotePolicy:
+        return self.policies[router].vote_policy(number, [plan.drafter_id for plan in self.scenario.pools])
+
+    def _renew_policies(self, number: int = 1) -> None:
+        """Once a second, as routers send them."""
+        self._vote_policies = [self._vote_policy(router, number) for router in range(len(self.policies))]
+        self._timeline.after(1.0, partial(self._renew_policies, number + 1))
 
     def run(self, progress: Callable[[float], None] = lambda part: None) -> SimulatedOutcome:
         """`progress` is told the part of the simulated time that is over."""
@@ -119,6 +138,8 @@ class World:
             for place in range(scenario.concurrency):
                 # Not all at once: requests that begin together stay together.
                 timeline.after(1e-4 * place, partial(self._start, index))
+        if self._is_free:
+            self._renew_policies()
         end = scenario.warm_up_s + scenario.measure_s
         if scenario.fail_at_s is not None:
             timeline.after(scenario.fail_at_s, self._fail)
@@ -165,30 +186,28 @@ class World:
             self._last_end = self._timeline.now
             self._start(place)
 
-        request = Request(
-            self._timeline,
-            self.scenario.router,
-            self._routers[router],
-            self.policies[router],
-            self._pools,
-            self._texts.next(),
-            self._counts,
-            ended,
-            self._beside,
-        )
+        shared = (self._timeline, self.scenario.router, self._routers[router], self.policies[router])
+        request: Any
+        if self._is_free:
+            vote_policy = partial(self._vote_policies_of, router)
+            request = FreeRequest(*shared, vote_policy, self._pools, self._texts.next(), self._counts, ended)
+        else:
+            request = Request(*shared, self._pools, self._texts.next(), self._counts, ended, self._beside)
         self._running[index][number] = request
         request.start(self._verifiers[index])
 
+    def _vote_policies_of(self, router: int) -> VotePolicy:
+        return self._vote_policies[router]
+
     def _fail(self) -> None:
         scenario = self.scenario
-        for number, pool in enumerate(self._pools):
-            lost: set[SimulatedDraftSession] = set()
+        lost: set[SimulatedDraftSession] = set()
+        for pool in self._pools:
             for replica in pool.replicas[: round(scenario.failed_drafters * len(pool.replicas))]:
                 lost.update(replica.die())
-            for running in self._running:
-                for request in list(running.values()):
-                    if request.uses(number, lost):
-                        request.lose_drafter(number)
+        for running in self._running:
+            for request in list(running.values()):
+                request.lose_drafters(lost)
         num_lost = round(scenario.failed_verifiers * len(self._verifiers))
         for index in range(num_lost):
             self._verifiers[index].die()

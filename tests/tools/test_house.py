@@ -398,10 +398,13 @@ def test_7_what_is_made_may_be_long(build: Build, page: str, text: str) -> None:
 
 
 def test_the_map_has_a_line_for_each_folder(tmp_path: Path) -> None:
+    """The first sentence of each; what protoc makes and the rooms of the benches are left out."""
     write_files(tmp_path, {"lab/__init__.py": '"""Measurements\nof anyone.\n\nMore."""', "moot/v1/__init__.py": ""})
+    write_files(tmp_path, {f"lab/bench/{room}__init__.py": '"""Benches."""' for room in ("", "router/")})
     lines = folder_map(tmp_path).split("\n")
     assert lines[1:-1] == [
         "- `lab/`: Measurements of anyone.",
+        "- `lab/bench/`: Benches.",
         "- `moot/`: The whole.",
         "- `moot/core/`: The algorithms.",
     ]

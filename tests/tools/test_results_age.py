@@ -10,11 +10,11 @@ from results_age import checked, declared
 from tests.programs import output
 
 BENCH = 'BENCH = Bench("speed", __doc__, measures=("code", "other.py"))\n'
-PAGE = """<!-- made by python -m bench.speed --model tiny at {commit}; measures {paths} -->
-<!-- age -->
-<!-- end -->
+PAGE = """# speed
 
-# speed
+`python -m bench.speed --model tiny` at {commit}
+
+How fast it is.
 """
 
 
@@ -29,7 +29,7 @@ class Clone:
         self.commit("lab/bench/room/speed.py", BENCH)
         self.commit("code/a.py", "one")
         self.measured = self.commit("other.py", "one")
-        self.page.write_text(PAGE.format(commit=self.measured, paths="code other.py"))
+        self.page.write_text(PAGE.format(commit=self.measured))
 
     def git(self, *arguments: str) -> str:
         who = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
@@ -53,57 +53,63 @@ def clone(tmp_path: Path) -> Clone:
 
 
 def test_a_page_says_what_was_touched_since(clone: Clone) -> None:
-    """As new as its code it says nothing; then it is wrong until it is written again, and counts by path. What is not
-    measured does not count."""
+    """As new as its code it says nothing; then it is wrong until it is written again, and counts each commit once. What
+    is not measured does not count."""
     assert clone.wrong() == []
     clone.commit("elsewhere.py", "one")
     assert clone.wrong() == []
     clone.commit("code/a.py", "two")
-    last = clone.commit("code/b.py", "one")
+    last = clone.commit("other.py", "two")
+    clone.commit("elsewhere.py", "two")
     assert clone.wrong() == ["speed.md"]
     clone.wrong(write=True)
     assert clone.wrong() == []
-    assert f"2 commits touched `code` since (the last: {last})" in clone.page.read_text()
-    assert "other.py` since" not in clone.page.read_text()
+    assert f"**Older than its code** by 2 commits (the last: {last}).\n" in clone.page.read_text()
 
 
-def test_later_commits_leave_it_true_and_other_paths_do_not(clone: Clone) -> None:
-    """A page that says how old it was up to a commit is still right after the next one, unless that touches a path
-    which the page takes for unchanged."""
+def test_later_commits_leave_it_true(clone: Clone) -> None:
+    """A page that says how old it was at a commit is still right after the next one."""
     clone.commit("code/a.py", "two")
     clone.wrong(write=True)
     clone.commit("code/a.py", "three")
-    assert clone.wrong() == []
     clone.commit("other.py", "two")
-    assert clone.wrong() == ["speed.md"]
+    assert clone.wrong() == []
+    assert "by 1 commit (" in clone.page.read_text()
 
 
-@pytest.mark.parametrize(
-    ("said", "instead"), [("1 commit touched", "7 commits touched"), ("(the last: ", "(the last: abcdef")]
-)
+@pytest.mark.parametrize(("said", "instead"), [("by 1 ", "by 7 "), ("(the last: ", "(the last: abcdef"), ("by 1 ", "")])
 def test_what_is_not_so_is_found(clone: Clone, said: str, instead: str) -> None:
-    """A wrong count, and a commit that there is not."""
+    """A wrong count, a commit that there is not, and a sentence that says no count."""
     clone.commit("code/a.py", "two")
     clone.wrong(write=True)
     clone.page.write_text(clone.page.read_text().replace(said, instead))
     assert clone.wrong() == ["speed.md"]
 
 
+def test_a_page_that_is_new_says_nothing(clone: Clone) -> None:
+    """Also not in words that no one wrote by the tool."""
+    clone.page.write_text(clone.page.read_text().replace("\n\nHow", "\nAs good as new.\n\nHow"))
+    assert clone.wrong() == ["speed.md"]
+    clone.wrong(write=True)
+    assert clone.wrong() == []
+
+
 def test_a_renamed_path_is_followed_by_the_bench(clone: Clone) -> None:
-    """The page names the old path, the bench the new one: both count."""
+    """What counts is the path that the bench declares today, from the renaming on."""
     clone.git("mv", "code", "renamed")
     clone.commit("lab/bench/room/speed.py", BENCH.replace('"code"', '"renamed"'))
     assert declared(clone.root / "lab" / "bench") == {"speed": ("renamed", "other.py")}
-    clone.wrong(write=True)
+    assert clone.wrong() == ["speed.md"]
     clone.commit("renamed/a.py", "two")
     clone.wrong(write=True)
-    text = clone.page.read_text()
-    assert "1 commit touched `code` since" in text
-    assert "2 commits touched `renamed` since" in text
+    assert "by 2 commits (" in clone.page.read_text()
 
 
-def test_a_page_without_a_place_is_refused(clone: Clone) -> None:
-    """A page of a bench must have its age marks."""
-    clone.page.write_text(clone.page.read_text().replace("<!-- age -->", ""))
-    with pytest.raises(ValueError, match="place for its age"):
+@pytest.mark.parametrize("said", ["`python -m bench.speed --model tiny`", "speed --model"])
+def test_a_page_without_a_bench_is_refused(clone: Clone, said: str) -> None:
+    """A page must have the command of a bench that there is; those by hand need none."""
+    clone.page.with_name("log.md").write_text("# Log\n")
+    assert clone.wrong() == []
+    clone.page.write_text(clone.page.read_text().replace(said, "gone --model"))
+    with pytest.raises(ValueError, match="of a bench that there is"):
         clone.wrong()

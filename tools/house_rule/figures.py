@@ -12,6 +12,8 @@ from house_rule.tree import GENERATED, ROOTS, Tree, first_sentence
 WORKSHOP = ("lab", "contrib", "tools")
 SERVING = ("moot", "services")
 MAPPED = ROOTS
+BENCHES = "lab/bench/"
+"""Its rooms are not mapped: `moot bench` lists what is in them."""
 
 
 def figures(tree: Tree) -> str:
@@ -42,7 +44,7 @@ def folder_map(root: Path) -> str:
     inits = [path for name in MAPPED for path in (root / name).rglob("__init__.py")]
     lines = []
     for folder, init in sorted((path.parent.relative_to(root), path) for path in inits):
-        if folder.as_posix() != GENERATED:
+        if folder.as_posix() != GENERATED and not folder.as_posix().startswith(BENCHES):
             docstring = ast.get_docstring(ast.parse(init.read_text())) or ""
             lines.append(f"- `{folder.as_posix()}/`: {first_sentence(docstring)}".rstrip())
     return "\n".join(["", *lines, ""])

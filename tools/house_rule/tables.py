@@ -17,7 +17,11 @@ PLUG_IN = "plug-in"
 KEEPS_OUT = "keeps out "
 PROPERTY_TEST = "property test "
 
-SMALL_BUT_STANDING: dict[str, str] = {"lab.replay.attached_recorder": "keeps out torch"}
+SMALL_BUT_STANDING: dict[str, str] = {
+    "lab.replay.attached_recorder": "keeps out torch",
+    "moot.core.stepping.draft_wait": "property test tests/core/stepping/test_draft_wait.py",
+    "moot.core.stepping.step_price": "property test tests/core/stepping/test_step_price.py",
+}
 """Modules under 80 lines with one importer: PLUG_IN, KEEPS_OUT and the library, or PROPERTY_TEST and its path."""
 
 

@@ -39,12 +39,16 @@ class Interval:
         return self.median - self.low, self.high - self.median
 
     def text(self, digits: int = 2) -> str:
-        return f"{self.median:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f})"
+        """The median, and the ends where they read otherwise."""
+        median, low, high = (f"{value:,.{digits}f}" for value in (self.median, self.low, self.high))
+        return median if low == median == high else f"{median} ({low} to {high})"
 
     def verdict(self, at_most: float | None = None, at_least: float | None = None) -> str:
-        """A bound is missed only when the whole interval lies beyond it."""
-        missed = (at_most is not None and self.low > at_most) or (at_least is not None and self.high < at_least)
-        return "missed" if missed else "reached"
+        """What the samples say of bounds: an interval on both sides of one decides nothing."""
+        if (at_most is not None and self.low > at_most) or (at_least is not None and self.high < at_least):
+            return "missed"
+        is_reached = (at_most is None or self.high <= at_most) and (at_least is None or self.low >= at_least)
+        return "reached" if is_reached else "not decided"
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:

@@ -19,8 +19,6 @@ from moot.config import load_config, option
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
 SHORT = {"-k": "--num-speculative-tokens"}
-AGE = "<!-- age -->\n<!-- end -->"
-"""The place that tools/results_age.py fills."""
 _CELL = re.compile(r"(?P<median>-?[\d,.]*\d)(?: ?%)?(?: \((?P<low>-?[\d,.]+)(?: to |-)(?P<high>-?[\d,.]+)\))?")
 COMMANDS = __name__.removesuffix(".harness.pages")
 """The package that the commands are modules of."""
@@ -46,10 +44,19 @@ class Table:
     labels: int = 1
 
     def text(self) -> str:
-        """As Markdown."""
-        lines = ["| " + " | ".join(self.header) + " |", "|" + "---|" * len(self.header)]
-        lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in self.rows]
-        return "\n".join(lines)
+        """As Markdown: columns that say the same in every row stand before it, in one line."""
+        same = {place for place in range(self.labels, len(self.header)) if self._is_same(place)}
+        told = [f"{self.header[place]} {self.rows[0][place]}" for place in sorted(same)]
+        shown = [place for place in range(len(self.header)) if place not in same]
+        head, *rows = (
+            "| " + " | ".join(str(row[place]) for place in shown) + " |" for row in (self.header, *self.rows)
+        )
+        lines = [f"In every row: {'; '.join(told)}.", ""] if told else []
+        return "\n".join([*lines, head, "|" + "---|" * len(shown), *rows])
+
+    def _is_same(self, place: int) -> bool:
+        """Of more than one row."""
+        return len(self.rows) > 1 and len({str(row[place]) for row in self.rows}) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,8 @@ class Bench:
         path = config.results / self._file(part)
         result = {
             "name": path.name,
-            "about": (self.about or "").split("\n\n")[0],
+            # A part says by its table what it is about; the whole bench's sentence would be that of no page.
+            "about": "" if part else (self.about or "").split("\n\n")[0],
             "command": " ".join(
                 ["python -m", f"{COMMANDS}.{self.name}", *map(_shown, sys.argv[1:] if argv is None else argv)]
             ),
@@ -104,7 +112,7 @@ class Bench:
         }
         # The page is made of what was written, so that it can hold nothing else.
         path.with_suffix(".json").write_text(text := json.dumps(result, indent=1))
-        path.with_suffix(".md").write_text(page := page_of(read := json.loads(text)))
+        path.with_suffix(".md").write_text(page := page_of(read := json.loads(text), usual(config.results)))
         print(page)
         if picture:
             from matplotlib.figure import Figure
@@ -117,20 +125,34 @@ class Bench:
         return f"{self.name}_{part}" if part else self.name
 
 
-def page_of(result: Mapping[str, Any]) -> str:
-    """The page that a result's JSON describes."""
-    here = ", ".join(f"{key} {value}" for key, value in result["machine"].items() if value != [])
+def usual(results: Path) -> str:
+    """What the pages of a folder need not repeat: its README, which may name a machine; empty without one."""
+    readme = results / "README.md"
+    return readme.read_text() if readme.exists() else ""
+
+
+def page_of(result: Mapping[str, Any], readme: str = "") -> str:
+    """The page that a result's JSON describes. It says nothing of a machine that `readme` names; tools/results_age.py
+    writes below the command how old it is."""
+    machine = where(result["machine"])
     parts = [
-        f"<!-- made by {result['command']} at {result['commit']}; measures {' '.join(result['measures'])} -->\n{AGE}",
         f"# {result['name']}",
-        result["about"],
-        f"`{result['command']}`, at {result['commit']}",
-        here,
-        Table(result["header"], result["rows"]).text(),
+        f"`{result['command']}` at {result['commit']}",
+        *([result["about"]] if result["about"] else []),
+        *([] if machine in readme else [machine]),
+        Table(result["header"], result["rows"], result["labels"]).text(),
     ]
     if result["picture"]:
         parts.append(f"![{result['name']}]({result['name']}.png)")
     return "\n\n".join(parts) + "\n"
+
+
+def where(machine: Mapping[str, Any]) -> str:
+    """A machine in one line: of its versions those that decide figures; the JSON has them all."""
+    features = "".join(f", {feature}" for feature in machine["cpu_features"][-1:])
+    gpu = "no GPU" if machine["gpu"] == "none" else machine["gpu"]
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "torch", "transformers"))
+    return f"{machine['cpu']}{features}, {machine['cores']} cores, {machine['memory_gib']} GiB, {gpu}; {versions}"
 
 
 def read_cell(cell: str) -> tuple[float, float, float] | None:

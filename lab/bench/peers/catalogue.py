@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from moot.core.errors import ConfigError
 from moot.shipped import locate
 
-BFLOAT16, FOUR_BITS = "bfloat16", "4-bit weights: another model's numerics"
-
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`plain_of`: the variant whose texts this one's must equal, where it speculates; `batches`: many at once."""
+    """In bfloat16 where `label` says nothing else. `plain_of`: the variant whose texts this one's must equal, where it
+    speculates; `batches`: many at once."""
 
     name: str
     label: str
-    numerics: str = BFLOAT16
     plain_of: str | None = None
     batches: bool = False
 
@@ -75,8 +73,8 @@ PEERS = (
         "llama_cpp",
         "llama_cpp_child",
         (
-            Variant("q4", "llama.cpp 4-bit", FOUR_BITS),
-            Variant("q4_lookup", "llama.cpp 4-bit, prompt lookup", FOUR_BITS, plain_of="q4"),
+            Variant("q4", "llama.cpp 4-bit"),
+            Variant("q4_lookup", "llama.cpp 4-bit, prompt lookup", plain_of="q4"),
             Variant("bf16", "llama.cpp bf16"),
             Variant("bf16_lookup", "llama.cpp bf16, prompt lookup", plain_of="bf16"),
         ),

@@ -11,10 +11,10 @@ from lab.bench.harness.intervals import Interval, ratios
 from lab.bench.peers.catalogue import Peer, Variant
 
 HEADER = (
-    *("peer", "at once", "rounds", "tokens/s decoding", "tokens/s in all", "of its own plain", "of Moot off, in all"),
-    *("Moot on / it, decoding", "Moot on / it, in all", "same texts as its plain", "numerics"),
+    *("peer", "at once", "rounds", "tokens/s in all", "of its own plain"),
+    *("Moot on / it, decoding", "Moot on / it, in all", "same texts as its plain"),
 )
-MOOT_ON, MOOT_OFF = "on", "off"
+MOOT_ON = "on"
 NOTHING = "–"
 
 
@@ -128,14 +128,11 @@ def _row(
         variant.label,
         at_once,
         len(mine),
-        Interval.of([sample.decoding for sample in mine.values()]).text(1) if at_once == 1 else NOTHING,
-        Interval.of([sample.total for sample in mine.values()]).text(1),
+        f"{Interval.of([sample.total for sample in mine.values()]).median:,.1f}",
         _ratio(mine, plain, "total"),
-        _ratio(mine, measured.get(MOOT_OFF, {}), "total") if variant.name != MOOT_OFF else NOTHING,
         _ratio(ours, mine, "decoding"),
         _ratio(ours, mine, "total"),
         _same(mine, plain, stop_token_ids) if variant.plain_of else NOTHING,
-        variant.numerics,
     ]
 
 

@@ -4,7 +4,8 @@
 
 DIR: of `moot replay record`. Exact: the texts do not depend on drafts. The interval is over texts: the acceptance
 length of 2000 samples of as many texts, drawn with replacement (seed 0). A second page (part `drafter sets`) says what
-each drafter brings to the others and to the best one; its intervals are those of the difference from all.
+each drafter brings to the others, and which pair with the best one is best; its intervals are those of the difference
+from all.
 """
 
 from __future__ import annotations
@@ -106,9 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         name: [counts_of(replay, replace(policies, drafter_ids=ids)) for policies in shapes.values()]
         for name, ids in drafter_sets(replay.drafter_ids, best).items()
     }
+    pairs = [name for name in voted if " and " in name]
+    weaker = set(pairs) - {max(pairs, key=lambda name: voted[name][-1].length, default="")}
     lines = [
         [name, *(one.beside(whole) for one, whole in zip(counts, voted["all"], strict=True))]
         for name, counts in voted.items()
+        if name not in weaker
     ]
     header = ("calibrated vote of", *(f"{shape} (less all, 95 %)" for shape in shapes))
     lengths = {name: [one.length for one in counts] for name, counts in voted.items()}

@@ -121,8 +121,8 @@ def report(config: Config, runs: Runs, argv: Sequence[str] | None) -> None:
         taken = runs.interval(arm.name, "ms")
         to_longer, to_sum = (Interval.of([ms / part for ms in runs.values(arm.name, "ms")]) for part in (longer, both))
         bound = to_longer.verdict(at_most=BOUND) if mode == "on" and rate == 1 else "none"
-        rows.append((k, f"{rate:.0%}", mode, taken.text(1), to_longer.text(), to_sum.text(), bound))
-    BENCH.publish(config, Table(HEADER, rows, labels=3), {"runs": runs.of}, "round ms", argv=argv)
+        rows.append((k, f"{rate:.0%}", mode, f"{taken.median:.1f}", to_longer.text(), f"{to_sum.median:.2f}", bound))
+    BENCH.publish(config, Table(HEADER, rows, labels=3), {"runs": runs.of}, "of the longer", argv=argv)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,6 @@ COLUMNS = (
     Column("last proposal read to draft written, ms", "turn_verify_ms"),
     Column("answer read to questions written, ms", "turn_propose_ms"),
     Column("both turns, ms", "turns_ms"),
-    Column("draft stage, ms", "draft_ms"),
-    Column("verify stage, ms", "verify_ms"),
 )
 
 

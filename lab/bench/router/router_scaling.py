@@ -32,7 +32,6 @@ BENCH = Bench("router_scaling", __doc__, measures=("services/router",))
 _ROUNDS = re.compile(r'^moot_rounds_total(?:{worker="(\d+)"})? (\S+)$', re.MULTILINE)
 COLUMNS = (
     Column("router CPU us per round", "cpu_us_per_round", 0),
-    Column("rounds per router CPU second", "rounds_per_cpu_s", 0),
     Column("rounds per second here", "rounds_per_s", 0),
     Column("cores that the routers had", "router_cores"),
     Column("share of the busiest process", "busiest_share"),

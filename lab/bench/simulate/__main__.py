@@ -222,8 +222,6 @@ BOTH: tuple[Both, ...] = (
     ("mean K", lambda run: run.asked_tokens / max(run.rounds, 1), lambda found: found.mean_length, 1),
     ("step ms", lambda run: 1e3 * run.step_s, lambda found: 1e3 * step_s(found), 1),
     ("requests/step", lambda run: run.step_requests / max(run.steps, 1), lambda found: found.requests_per_step, 1),
-    ("tokens/step", lambda run: run.step_tokens / max(run.steps, 1), lambda found: found.rows_per_step, 1),
-    ("verifier busy", lambda run: run.forward_s / run.elapsed_s, lambda found: found.verifier_utilisation, 2),
 )
 """Columns that stand real beside predicted."""
 SPEED: Both = ("tokens/s, real / predicted", lambda run: run.tokens_per_s, lambda found: found.tokens_per_s, 1)

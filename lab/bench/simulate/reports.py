@@ -89,7 +89,6 @@ MEDIANS: Mapping[str, tuple[str, str]] = {
     "verifiers busy": ("verifier_utilisation", ".0%"),
     "router busy": ("router_utilisation", ".0%"),
     "round ms": ("round_ms", ".0f"),
-    "requests/step": ("requests_per_step", ".1f"),
     "answers from ahead": ("from_ahead", ".0%"),
     "requests moved": ("num_moves", ".0f"),
     "late proposals per round": ("late_per_round", ".4f"),
@@ -138,7 +137,7 @@ def router(config: ReportConfig) -> Report:
 
 def overlap(config: ReportConfig) -> Report:
     """What draft-ahead and the ways to put batches together bring."""
-    titles = ("answers from ahead", "round ms", "requests/step", "mean K")
+    titles = ("answers from ahead", "mean K")
     found: dict[tuple[int, str, int], list[SimulatedOutcome]] = {}
     for concurrency in (1, 16, 32):
         # As many tokens of few requests as of many.

@@ -122,7 +122,7 @@ def rows(found: Mapping[str, Mapping[str, Any]], chosen: Sequence[Arm]) -> list[
             if one.name not in runs.of:
                 continue
             columns = (
-                Column("", "tokens_per_s", 1),
+                Column("", "tokens_per_s", 1, is_plain=True),
                 Column("", "tokens_per_s", base=PLAIN),
                 Column("", "tokens_per_s", base=one.before),
                 Column("", "tokens_per_round", is_plain=True),

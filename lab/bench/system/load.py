@@ -68,7 +68,7 @@ def row(concurrency: str, found: Mapping[str, Any]) -> list[str]:
     of_off, of_best = (runs.ratio(POLICY, name, "tokens_per_s") for name in (OFF, best))
     return [
         concurrency,
-        runs.interval(OFF, "tokens_per_s").text(1),
+        f"{runs.interval(OFF, 'tokens_per_s').median:,.1f}",
         f"{of_off.text()} {of_off.verdict(at_least=LEAST)}",
         best,
         f"{of_best.text()} {of_best.verdict(at_least=LEAST)}",

@@ -41,6 +41,7 @@ from moot.core.speculation.length import (
 from moot.core.types import Proposal, Verification
 from moot.core.voting.calibration import Calibration, OwnAcceptance, ShareAcceptance
 from moot.core.voting.draft_trie import PREFIX, SHAPES, Budget
+from moot.core.voting.vote_policy import VotePolicy
 from moot.core.voting.voting import POLICIES, VoteResult, vote
 from moot.core.voting.weights import WEIGHTS, Contest, PoolWeights, Weights
 
@@ -64,8 +65,8 @@ def learn_trie(
         children = trie.children[node]
         right = children.get(token)
         for child in children.values():
-            for drafter, confidence in trie.drafters[child]:
-                tables[drafter].record(confidence, depth, child == right)
+            for drafter, confidence, own_depth in trie.drafters[child]:
+                tables[drafter].record(confidence, own_depth, child == right)
         offered = shares.get(node, ())
         if own is not None and offered:
             # Before the pool has learned the answer.
@@ -352,6 +353,8 @@ class PoolPolicy:
     """What the latest round has seen."""
     usual: RoundTimes | None = None
     selection: DrafterSelection = field(default_factory=DrafterSelection)
+    price: float = 0.0
+    """Chance that a further row of a verifier's latest step would have had to have."""
 
     def open(
         self, drafter_ids: Sequence[str], num_speculative_tokens: int | None = None, *, is_chosen: bool = False
@@ -379,6 +382,24 @@ class PoolPolicy:
         if self.options.length == "minions" and most > 0:
             return MinionsLength(min(4, most), most)
         return Fixed(most)
+
+    def vote_policy(self, number: int, drafter_ids: Sequence[str]) -> VotePolicy:
+        """The vote as it is now, for verifiers that hold it over the proposals of their own drafters too.
+
+        `drafter_ids`: all whose proposals may take part.
+        """
+        options = self.options
+        return VotePolicy(
+            number,
+            options.vote,
+            options.shape,
+            options.num_speculative_tokens,
+            options.max_draft_tokens,
+            self.pool_weights.start(drafter_ids),
+            dict(self.families),
+            {drafter_id: self.calibration.of(drafter_id).rates() for drafter_id in drafter_ids},
+            self.acceptance.ratios(),
+        )
 
     def budget(self, verifier_id: str) -> Budget:
         """The budget of this verifier; budgets that no request shares are dropped."""

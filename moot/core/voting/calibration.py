@@ -53,6 +53,17 @@ class DrafterTable:
         prior = self._bin_hits[index] / self._bin_tokens[index]
         return (self._hits[cell] + strength * prior) / (self._tokens[cell] + strength)
 
+    def rates(self) -> tuple[float, ...]:
+        """All rates as they are now: those of a bin's depths stand together."""
+        depths = range(NUM_CONFIDENCE_DEPTHS)
+        return tuple(
+            [
+                self.rate(index << CONFIDENCE_BIN_SHIFT, depth)
+                for index in range(NUM_CONFIDENCE_BINS)
+                for depth in depths
+            ]
+        )
+
     def record(self, confidence: int, depth: int, hit: bool) -> None:
         """Count one token whose predecessors in the proposal were all right."""
         index = confidence >> CONFIDENCE_BIN_SHIFT
@@ -62,6 +73,22 @@ class DrafterTable:
         self._bin_tokens[index] = self._bin_tokens[index] * decay + 1.0
         self._hits[cell] = self._hits[cell] * decay + hit
         self._tokens[cell] = self._tokens[cell] * decay + 1.0
+
+
+class FixedRates:
+    """The rates of a `DrafterTable` at one moment."""
+
+    __slots__ = ("rates",)
+
+    def __init__(self, rates: tuple[float, ...]) -> None:
+        self.rates = rates
+
+    def rate(self, confidence: int, depth: int) -> float:
+        """As `DrafterTable.rate`."""
+        last = NUM_CONFIDENCE_DEPTHS - 1
+        return self.rates[
+            (confidence >> CONFIDENCE_BIN_SHIFT) * NUM_CONFIDENCE_DEPTHS + (depth if depth < last else last)
+        ]
 
 
 class Calibration:
@@ -109,11 +136,35 @@ class ShareAcceptance:
         rate = share * (self._accepted[cell] + strength * self._prior_scale) / (self._expected[cell] + strength)
         return rate if rate < 1.0 else 1.0
 
+    def ratios(self) -> tuple[float, ...]:
+        """Accepted over expected of each bucket as it is now."""
+        strength, scale = self._strength, self._prior_scale
+        return tuple(
+            [
+                (accepted + strength * scale) / (expected + strength)
+                for accepted, expected in zip(self._accepted, self._expected, strict=True)
+            ]
+        )
+
     def record(self, share: float, depth: int, accepted: bool) -> None:
         """Count one node whose parent was on the committed path."""
         cell = _share_cell(share, depth)
         self._accepted[cell] = self._accepted[cell] * self._decay + accepted
         self._expected[cell] = self._expected[cell] * self._decay + share
+
+
+class FixedAcceptance:
+    """A `ShareAcceptance` at one moment."""
+
+    __slots__ = ("ratios",)
+
+    def __init__(self, ratios: tuple[float, ...]) -> None:
+        self.ratios = ratios
+
+    def rate(self, share: float, depth: int) -> float:
+        """As `ShareAcceptance.rate`."""
+        rate = share * self.ratios[_share_cell(share, depth)]
+        return rate if rate < 1.0 else 1.0
 
 
 class OwnAcceptance:

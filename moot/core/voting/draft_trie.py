@@ -31,8 +31,9 @@ PREFIX = 0
 class DraftTrie:
     """Trie of proposals. Lists are indexed by node; `depths[node]` is 0 for a first draft token.
 
-    `drafters[node]`: (index into drafter_ids, confidence byte) of every drafter whose proposal passes through the node,
-    each drafter once, with its greatest confidence. `children[node]`: token id to node.
+    `drafters[node]`: (index into drafter_ids, confidence byte, depth in the drafter's own proposal) of every drafter
+    whose proposal passes through the node, each drafter once, with its greatest confidence. `children[node]`: token id
+    to node.
     """
 
     __slots__ = ("children", "depths", "drafter_ids", "drafters", "parents", "proposals", "token_ids")
@@ -45,7 +46,7 @@ class DraftTrie:
         self.parents = [-1]
         self.depths = [-1]
         self.children: list[dict[int, int]] = [{}]
-        self.drafters: list[list[tuple[int, int]]] = [[]]
+        self.drafters: list[list[tuple[int, int, int]]] = [[]]
         for proposal in self.proposals:
             if not self.drafter_ids or self.drafter_ids[-1] != proposal.drafter_id:
                 self.drafter_ids.append(proposal.drafter_id)
@@ -56,7 +57,7 @@ class DraftTrie:
         return len(self.token_ids) - 1
 
     def _add(self, proposal: Proposal, drafter: int, max_depth: int | None) -> None:
-        children, drafters = self.children, self.drafters
+        children, drafters, offset = self.children, self.drafters, proposal.offset
         confidences = proposal.confidences or (0,) * len(proposal.token_ids)
         node = PREFIX
         for depth, (token, confidence) in enumerate(zip(proposal.token_ids[:max_depth], confidences, strict=False)):
@@ -68,11 +69,11 @@ class DraftTrie:
                 self.parents.append(node)
                 self.depths.append(depth)
                 children.append({})
-                drafters.append([(drafter, confidence)])
+                drafters.append([(drafter, confidence, offset + depth)])
             elif drafters[child][-1][0] != drafter:
-                drafters[child].append((drafter, confidence))
+                drafters[child].append((drafter, confidence, offset + depth))
             elif drafters[child][-1][1] < confidence:
-                drafters[child][-1] = (drafter, confidence)
+                drafters[child][-1] = (drafter, confidence, offset + depth)
             node = child
 
     def follow(self, token_ids: Sequence[int]) -> list[int]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from moot.core.errors import named
 from moot.core.types import Draft, Proposal
-from moot.core.voting.calibration import Calibration, DrafterTable
 from moot.core.voting.draft_trie import PREFIX, SHAPES, Acceptance, DraftTrie, to_draft
 
 EMPTY, TOO_LONG, VOCABULARY, CONFIDENCES = "empty", "too_long", "vocabulary", "confidences"
@@ -38,6 +38,16 @@ def validate_proposal(proposal: Proposal, vocab_size: int, max_tokens: int) -> s
     return None
 
 
+class HitRates(Protocol):
+    def rate(self, confidence: int, depth: int) -> float:
+        """Probability in (0, 1) that a token with this confidence byte, at this depth of its proposal, is right."""
+        ...
+
+
+class HitRatesOf(Protocol):
+    def of(self, drafter_id: str) -> HitRates: ...
+
+
 class Shares:
     """Share of the vote of each node among its siblings, in [0, 1], worked out when asked for.
 
@@ -54,7 +64,7 @@ class Shares:
         self,
         trie: DraftTrie,
         weights: Sequence[float],
-        tables: Sequence[DrafterTable] | None = None,
+        tables: Sequence[HitRates] | None = None,
         families: Sequence[str] = (),
     ) -> None:
         self._trie = trie
@@ -89,23 +99,23 @@ class Shares:
     def _rank(self, entry: tuple[int, float]) -> tuple[float, float, int]:
         child, share = entry
         support = share if self._tables is None else self._batched(self._tables, child)
-        heaviest = max([self._weights[drafter] for drafter, _ in self._trie.drafters[child]])
+        heaviest = max([self._weights[drafter] for drafter, _, _ in self._trie.drafters[child]])
         # Sums of equal weights in different orders differ in the last bits; that is a tie, not a win.
         return -round(support, 12), -heaviest, self._trie.token_ids[child]
 
     def _by_weight(self, node: int) -> float:
         weights = self._weights
-        behind = sum([weights[drafter] for drafter, _ in self._trie.drafters[node]])
+        behind = sum([weights[drafter] for drafter, _, _ in self._trie.drafters[node]])
         return behind / self._total if self._total > 0.0 else 0.0
 
-    def _strongest(self, tables: Sequence[DrafterTable], node: int) -> float:
-        depth = self._trie.depths[node]
-        return max([tables[drafter].rate(confidence, depth) for drafter, confidence in self._trie.drafters[node]])
+    def _strongest(self, tables: Sequence[HitRates], node: int) -> float:
+        return max(
+            [tables[drafter].rate(confidence, depth) for drafter, confidence, depth in self._trie.drafters[node]]
+        )
 
-    def _batched(self, tables: Sequence[DrafterTable], node: int) -> float:
-        depth = self._trie.depths[node]
+    def _batched(self, tables: Sequence[HitRates], node: int) -> float:
         best: dict[str, float] = {}
-        for drafter, confidence in self._trie.drafters[node]:
+        for drafter, confidence, depth in self._trie.drafters[node]:
             family = self._families[drafter]
             rate = tables[drafter].rate(confidence, depth)
             if rate > best.get(family, 0.0):
@@ -136,7 +146,7 @@ def accumulated(trie: DraftTrie, shares: Shares, weights: Sequence[float]) -> li
     sums = [0.0] * len(trie.token_ids)
     ranked: list[tuple[float, float, tuple[int, ...], int]] = []
     for node in range(1, len(trie.token_ids)):
-        behind = [weights[drafter] for drafter, _ in trie.drafters[node]]
+        behind = [weights[drafter] for drafter, _, _ in trie.drafters[node]]
         sums[node] = sums[trie.parents[node]] + sum(behind)
         if not trie.children[node]:
             ranked.append((-round(sums[node], 12), -max(behind), _ids_to(trie, node), node))
@@ -171,15 +181,15 @@ class VoteResult:
 
     `winners[i]`: the drafters whose proposals run through the i-th token of the path. `agreement_ratio`: of the
     drafters that voted, the part that is behind the first token of the path; None when no drafter voted. `num_offered`:
-    nodes of the shape, also those that were not worth their time. `expected_accepted`: sum of the nodes' estimated
-    probabilities. `trie` and `shares` are for learning.
+    nodes of the shape, also those that were not worth their time. `chances`: of each node of the draft, the estimated
+    probability that it is reached and accepted, never rising. `trie` and `shares` are for learning.
     """
 
     draft: Draft
     path: tuple[int, ...]
     winners: tuple[tuple[str, ...], ...]
     agreement_ratio: float | None
-    expected_accepted: float
+    chances: tuple[float, ...]
     num_offered: int
     trie: DraftTrie
     shares: Shares
@@ -198,7 +208,7 @@ def vote(
     shape: str = "chain",
     num_speculative_tokens: int | None = None,
     max_draft_tokens: int | None = None,
-    calibration: Calibration | None = None,
+    calibration: HitRatesOf | None = None,
     families: Mapping[str, str] | None = None,
     acceptance: Acceptance | None = None,
     spend: Callable[[Sequence[float]], int] | None = None,
@@ -237,9 +247,9 @@ def vote(
     return VoteResult(
         draft=to_draft(trie, nodes),
         path=tuple([index_of[node] for node in path]),
-        winners=tuple([tuple([ids[drafter] for drafter, _ in trie.drafters[node]]) for node in path]),
+        winners=tuple([tuple([ids[drafter] for drafter, _, _ in trie.drafters[node]]) for node in path]),
         agreement_ratio=len(trie.drafters[voted[0]]) / len(ids) if voted else None,
-        expected_accepted=sum(probabilities),
+        chances=tuple(probabilities),
         num_offered=num_offered,
         trie=trie,
         shares=shares,

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lab.bench.harness.arms import Arm, Column, Runs, calls_in_turns, in_turns, table_of
-from lab.bench.harness.pages import Bench, PageConfig, Table, page_of, read_cell
+from lab.bench.harness.pages import Bench, PageConfig, Table, page_of, read_cell, where
 from lab.bench.harness.prompts import PromptConfig, read_prompts, repeated
 from lab.bench.replays.report import Counts
 from moot.commands.bench import names
@@ -58,10 +59,10 @@ def test_what_one_turn_shares_cancels_in_ratios_of_arms() -> None:
     )
     table = table_of(runs, "arm", columns)
     assert table.header == ("arm", "speed", "of off", "median")
-    assert table.rows[1] == ["on", "30.0 (3.0 to 60.0)", "3.00 (3.00 to 3.00)", "30"]
+    assert table.rows[1] == ["on", "30.0 (3.0 to 60.0)", "3.00", "30"]
 
 
-def published(folder: Path, **more: str) -> tuple[dict[str, object], str]:
+def published(folder: Path, **more: str) -> tuple[dict[str, Any], str]:
     config = BENCH.read(Config, ["--results", str(folder), "-k", "3"])
     assert config.num_speculative_tokens == 3
     table = Table(("arm", "ms (95 %)", "note"), [("a", "3.0 (2.0 to 4.0)", "ours"), ("b", "", "no time")])
@@ -71,13 +72,16 @@ def published(folder: Path, **more: str) -> tuple[dict[str, object], str]:
 
 
 def test_a_page_is_what_its_json_says(tmp_path: Path) -> None:
-    """Page and JSON name command, commit, machine and paths; the page is made of the JSON and has every cell of it."""
+    """Page and JSON name command, commit and machine, the JSON also the paths; the page is made of the JSON and has
+    every cell of it."""
     result, page = published(tmp_path, picture="ms (95 %)")
     assert page == page_of(result)
     assert f"`python -m lab.bench.example --model {tmp_path.name}`" in page
     assert str(tmp_path.parent) not in page
-    first = page.splitlines()[0]
-    assert re.fullmatch(r"<!-- made by python -m lab\.bench\.example .* at .*; measures moot/core moot/rpc -->", first)
+    title, _, made, *_ = page.splitlines()
+    assert title == "# example"
+    assert re.fullmatch(r"`python -m lab\.bench\.example .*` at \w+.*", made)
+    assert result["measures"] == ["moot/core", "moot/rpc"]
     assert "| a | 3.0 (2.0 to 4.0) | ours |\n| b |  | no time |" in page
     changed = result | {"rows": [["a", "9.0", "theirs"]]}
     assert "| a | 9.0 | theirs |" in page_of(changed)
@@ -85,6 +89,27 @@ def test_a_page_is_what_its_json_says(tmp_path: Path) -> None:
     assert (tmp_path / "example.png").read_bytes().startswith(b"\x89PNG")
     assert BENCH.kept(Config(results=tmp_path)) == {"runs": {"a": [2.0, 3.0, 4.0]}}
     assert BENCH.kept(Config(results=tmp_path), "other") == {}
+
+
+def test_a_machine_that_the_readme_names_is_not_repeated(tmp_path: Path) -> None:
+    """Pages beside a README with their machine leave it out; those of another machine say so."""
+    result, page = published(tmp_path)
+    here = where(result["machine"])
+    assert here in page.splitlines()
+    (tmp_path / "README.md").write_text(f"# Results\n\nA page names a machine other than this: {here}.\n")
+    assert here not in published(tmp_path)[1]
+    (tmp_path / "README.md").write_text("# Results\n\nAnother machine.\n")
+    assert here in published(tmp_path)[1].splitlines()
+
+
+def test_what_all_rows_say_is_said_once() -> None:
+    """A column that never differs stands before the table; the columns that name a row stay, as does a single row."""
+    table = Table(("arm", "K", "ms", "identical", "bound"), [("a", 4, 1, "yes", 2), ("b", 4, 3, "yes", 2)], labels=2)
+    assert table.text().splitlines() == [
+        *("In every row: identical yes; bound 2.", ""),
+        *("| arm | K | ms |", "|---|---|---|", "| a | 4 | 1 |", "| b | 4 | 3 |"),
+    ]
+    assert "In every row" not in Table(table.header, table.rows[:1]).text()
 
 
 def test_a_page_without_a_picture_shows_none_and_unknown_columns_are_refused(tmp_path: Path) -> None:
