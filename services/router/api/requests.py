@@ -10,7 +10,7 @@ import hashlib
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from moot.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from moot.core.noise import choice_seed
@@ -22,12 +22,14 @@ from services.router.api.bodies import (
     CompletionRequest,
     SharedFields,
     is_unicode,
-    joined,
     read,
     refusal,
 )
 from services.router.api.settings import HttpSettings
 from services.router.generation.request_types import GenerationRequest
+
+RequestT = TypeVar("RequestT", bound=SharedFields)
+NO_NAMES: Mapping[str, str] = {}
 
 
 def too_long(num_tokens: int, info: ModelInfo, param: str) -> ContextLengthExceeded:
@@ -39,43 +41,15 @@ def too_long(num_tokens: int, info: ModelInfo, param: str) -> ContextLengthExcee
 
 
 @dataclass(frozen=True, slots=True)
-class CommonBody:
-    """The part of a request that both endpoints share. `params` lacks max_tokens and seed, which depend on prompt and
-    choice."""
+class Checked(Generic[RequestT]):
+    """A body that this model can serve. `params` lacks max_tokens and seed, which depend on prompt and choice;
+    `max_tokens`: None where the context is the limit; `seed`: the request's, or one drawn for it."""
 
+    body: RequestT
     model: str
     params: SamplingParams
     max_tokens: int | None
     seed: int
-    n: int
-    stream: bool
-    include_usage: bool
-    stops: tuple[str, ...]
-    skip_special_tokens: bool
-    include_stop_str_in_output: bool
-    num_speculative_tokens: int | None
-    drafters: tuple[str, ...] | None
-    include_metrics: bool
-    return_token_ids: bool
-    cache_salt: str
-    prediction: str | None
-    """The likely answer, which may be empty; None: none was sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionBody:
-    common: CommonBody
-    prompts: tuple[str | tuple[int, ...], ...]
-    echo: bool
-    add_special_tokens: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ChatBody:
-    common: CommonBody
-    messages: tuple[dict[str, str], ...]
-    add_generation_prompt: bool
-    continue_final_message: bool
 
 
 def parse_completion(
@@ -83,10 +57,9 @@ def parse_completion(
     settings: HttpSettings,
     info: ModelInfo,
     drafter_ids: frozenset[str] | None,
-    names: Mapping[str, str] | None = None,
-) -> CompletionBody:
+    names: Mapping[str, str] = NO_NAMES,
+) -> Checked[CompletionRequest]:
     """Raises InvalidRequest with `param`, or ModelNotFound. `names`: as `read` takes them."""
-    names = names or {}
     model = _model(values, settings)
     body = read(CompletionRequest, values, names)
     prompts = body.prompts
@@ -97,12 +70,12 @@ def parse_completion(
             _check_ids("prompt", prompt, info, names)
     if body.echo and body.logprobs is not None:
         raise refusal("echo", "together with logprobs is not supported", names)
-    common = _common(body, info, drafter_ids, names, model, body.max_tokens, body.logprobs)
-    if len(prompts) * common.n > settings.max_choices:
+    checked = _checked(body, info, drafter_ids, names, model, body.max_tokens, body.logprobs)
+    if len(prompts) * body.n > settings.max_choices:
         raise refusal("n", f"times the number of prompts must be at most {settings.max_choices}", names)
-    if len(prompts) > 1 and common.prediction is not None:
+    if len(prompts) > 1 and body.prediction is not None:
         raise refusal("prediction", "needs a single prompt", names)
-    return CompletionBody(common, prompts, body.echo, body.add_special_tokens)
+    return checked
 
 
 def parse_chat(
@@ -110,32 +83,24 @@ def parse_chat(
     settings: HttpSettings,
     info: ModelInfo,
     drafter_ids: frozenset[str] | None,
-    names: Mapping[str, str] | None = None,
-) -> ChatBody:
+    names: Mapping[str, str] = NO_NAMES,
+) -> Checked[ChatCompletionRequest]:
     """Raises InvalidRequest with `param`, or ModelNotFound. `names`: as `read` takes them."""
-    names = names or {}
     model = _model(values, settings)
     body = read(ChatCompletionRequest, values, names)
     if body.top_logprobs is not None and not body.logprobs:
         raise refusal("top_logprobs", "needs `logprobs` to be true", names)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise refusal("max_completion_tokens", "and `max_tokens` are the same limit: give one of them", names)
-    goes_on, opens = body.continue_final_message, body.add_generation_prompt
-    if goes_on and opens and "add_generation_prompt" in body.model_fields_set:
+    if body.continue_final_message and body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
         raise refusal("continue_final_message", "and `add_generation_prompt` exclude each other", names)
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    common = _common(body, info, drafter_ids, names, model, max_tokens, num_logprobs)
-    # Chat templates know the older word; one line per part, so that words of two parts do not run together.
-    messages = tuple(
-        {"role": "system" if turn.role == "developer" else turn.role, "content": joined(turn.content, "\n")}
-        for turn in body.messages
-    )
-    return ChatBody(common, messages, opens and not goes_on, goes_on)
+    return _checked(body, info, drafter_ids, names, model, max_tokens, num_logprobs)
 
 
 def plan_requests(
-    common: CommonBody,
+    checked: Checked[Any],
     prompts: tuple[tuple[int, ...], ...],
     info: ModelInfo,
     base_id: str,
@@ -146,7 +111,8 @@ def plan_requests(
 ) -> tuple[GenerationRequest, ...]:
     """One request per choice, numbered prompt-major. `param`: the field the prompts came from, for errors;
     `prediction`: ids of the likely answer."""
-    salt = hashlib.sha256(f"{caller}\0{common.cache_salt}".encode()).hexdigest()[:32]
+    body, params = checked.body, checked.params
+    salt = hashlib.sha256(f"{caller}\0{body.cache_salt}".encode()).hexdigest()[:32]
     planned: list[GenerationRequest] = []
     for prompt in prompts:
         room = info.context_limit - len(prompt)
@@ -154,25 +120,25 @@ def plan_requests(
             raise InvalidRequest(f"`{param}` has no tokens", param)
         if room < 1:
             raise too_long(len(prompt), info, param)
-        max_tokens = room if common.max_tokens is None else min(common.max_tokens, room)
-        if common.params.min_tokens > max_tokens:
+        max_tokens = room if checked.max_tokens is None else min(checked.max_tokens, room)
+        if params.min_tokens > max_tokens:
             raise InvalidRequest(f"`min_tokens` is more than the {max_tokens} tokens there can be", "min_tokens")
-        siblings = Siblings(common.n) if common.n > 1 else None
-        for choice_index in range(common.n):
+        siblings = Siblings(body.n) if body.n > 1 else None
+        for choice_index in range(body.n):
             index = len(planned)
             planned.append(
                 GenerationRequest(
                     request_id=f"{base_id}-{index}",
                     prompt_token_ids=prompt,
-                    params=replace(common.params, max_tokens=max_tokens, seed=choice_seed(common.seed, index)),
-                    num_speculative_tokens=common.num_speculative_tokens,
-                    drafters=common.drafters,
+                    params=replace(params, max_tokens=max_tokens, seed=choice_seed(checked.seed, index)),
+                    num_speculative_tokens=body.num_speculative_tokens,
+                    drafters=None if body.drafters is None else tuple(body.drafters),
                     # Callers do not see each other's prefix cache; without keys all are one caller.
-                    cache_salt=salt if caller or common.cache_salt else "",
+                    cache_salt=salt if caller or body.cache_salt else "",
                     body_fingerprint=fingerprint,
-                    stop_strings=common.stops,
-                    skip_special_tokens=common.skip_special_tokens,
-                    include_stop_str_in_output=common.include_stop_str_in_output,
+                    stop_strings=body.stop_strings,
+                    skip_special_tokens=body.skip_special_tokens,
+                    include_stop_str_in_output=body.include_stop_str_in_output,
                     prediction_token_ids=prediction,
                     siblings=siblings,
                     choice_index=choice_index,
@@ -197,6 +163,12 @@ def _check_ids(field: str, ids: Collection[int], info: ModelInfo, names: Mapping
         raise refusal(field, f"must have token ids from 0 to {info.vocab_size - 1}", names)
 
 
+_AS_THEY_ARE = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "ignore_eos"),
+)
+
+
 def _sampling(
     body: SharedFields, info: ModelInfo, names: Mapping[str, str], num_logprobs: int | None
 ) -> SamplingParams:
@@ -209,57 +181,33 @@ def _sampling(
     _check_ids("stop_token_ids", body.stop_token_ids, info, names)
     _check_ids("logit_bias", bias, info, names)
     return SamplingParams(
-        temperature=body.temperature,
+        **{name: getattr(body, name) for name in _AS_THEY_ARE},
         top_k=0 if body.top_k < 1 or body.top_k >= info.vocab_size else body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
         logit_bias=bias,
         allowed_token_ids=allowed,
-        min_tokens=body.min_tokens,
         stop_token_ids=frozenset(body.stop_token_ids),
-        ignore_eos=body.ignore_eos,
         logprobs=num_logprobs,
     )
 
 
-def _common(
-    body: SharedFields,
+def _checked(
+    body: RequestT,
     info: ModelInfo,
     drafter_ids: frozenset[str] | None,
     names: Mapping[str, str],
     model: str,
     max_tokens: int | None,
     num_logprobs: int | None,
-) -> CommonBody:
+) -> Checked[RequestT]:
     params = _sampling(body, info, names, num_logprobs)
     if max_tokens is not None and params.min_tokens > max_tokens:
         raise refusal("min_tokens", "is more than max_tokens", names)
     if body.stream_options is not None and not body.stream:
         raise refusal("stream_options", "needs `stream` to be true", names)
-    drafters = None if body.drafters is None else tuple(body.drafters)
-    if drafters is not None and drafter_ids is not None and not drafter_ids.issuperset(drafters):
+    drafters = body.drafters or []
+    if drafter_ids is not None and not drafter_ids.issuperset(drafters):
         known = ", ".join(sorted(drafter_ids)) or "none is configured"
         raise refusal("drafters", f"must be some of: {known}", names)
-    if drafters is not None and len(set(drafters)) < len(drafters):
+    if len(set(drafters)) < len(drafters):
         raise refusal("drafters", "names a drafter twice", names)
-    return CommonBody(
-        model=model,
-        params=params,
-        max_tokens=max_tokens,
-        seed=secrets.randbits(63) if body.seed is None else body.seed,
-        n=body.n,
-        stream=body.stream,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        stops=(body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop)),
-        skip_special_tokens=body.skip_special_tokens,
-        include_stop_str_in_output=body.include_stop_str_in_output,
-        num_speculative_tokens=body.num_speculative_tokens,
-        drafters=drafters,
-        include_metrics=body.include_metrics,
-        return_token_ids=body.return_token_ids,
-        cache_salt=body.cache_salt,
-        prediction=None if body.prediction is None else joined(body.prediction.content, ""),
-    )
+    return Checked(body, model, params, max_tokens, secrets.randbits(63) if body.seed is None else body.seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from moot.core.errors import MootError
@@ -107,28 +107,3 @@ class FrontState(Protocol):
     def shortage(self) -> MootError | None:
         """Why a new request would be refused by every verifier now, though all is well; None: it would not."""
         ...
-
-
-@dataclass(slots=True)
-class StaticFrontState:
-    """A FrontState whose values its owner sets."""
-
-    info: ModelInfo | None
-    refused_with: MootError | None = None
-    drafters: frozenset[str] | None = field(default=None)
-    room: Places | None = None
-
-    def model_info(self) -> ModelInfo | None:
-        return self.info
-
-    def refusal(self) -> MootError | None:
-        return self.refused_with
-
-    def drafter_ids(self) -> frozenset[str] | None:
-        return self.drafters
-
-    def places(self) -> Places | None:
-        return self.room
-
-    def shortage(self) -> MootError | None:
-        return None

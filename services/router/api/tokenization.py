@@ -95,7 +95,7 @@ def _converter(decoder: Any) -> Callable[[str], bytes] | None:
     """Token to bytes for the decoders that can be read off their description; None for any other."""
     steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps if step] == ["ByteLevel"]:
-        return _byte_level(_byte_level_alphabet())
+        return _byte_level()
     replacements: list[tuple[str, str]] = []
     byte_fallback = fused = False
     for step in steps:
@@ -124,15 +124,12 @@ def _converter(decoder: Any) -> Callable[[str], bytes] | None:
     return convert if fused else None
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """The byte of each character: printable Latin-1 bytes stand for themselves, the others for the characters from
-    U+0100 on, in order."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(plain)]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
+def _byte_level() -> Callable[[str], bytes]:
+    # Not with this module: before torch is kept out, the library would load it.
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+    alphabet = {char: byte for byte, char in bytes_to_unicode().items()}
 
-def _byte_level(alphabet: dict[str, int]) -> Callable[[str], bytes]:
     def convert(token: str) -> bytes:
         try:
             return bytes(alphabet[char] for char in token)

@@ -34,9 +34,10 @@ from services.router.api.choices import Choice, Front
 from services.router.api.error_responses import describe
 from services.router.api.grpc import RouterServicer, _response
 from services.router.api.http.app import create_app
-from services.router.api.settings import HttpSettings, StaticFrontState
+from services.router.api.settings import HttpSettings
 from services.router.generation.request_types import GenerationChunk
 from services.router.store import StoreConfig, open_store
+from tests.services.router.api.http_fakes import StaticFrontState
 from tests.services.router.generation.rounds_rig import Rig, request, rig
 from tests.waiting import GIVE_UP_S, eventually
 
@@ -293,7 +294,7 @@ def test_limits_and_drain_are_the_shared_ones() -> None:
             router.state.refused_with = None
             running = asyncio.create_task(router.call(prompt="x", max_tokens=150, ignore_eos=True, seed=1))
             await eventually(lambda: router.router.counter("rounds_total") > 2)
-            router.front.admission.drain()
+            router.front.admission.draining = True
             assert (await router.refused(prompt="x")).code() is grpc.StatusCode.UNAVAILABLE
             assert ids(await running) == expected("x", 1, max_tokens=150, ignore_eos=True)
             assert await router.front.admission.wait_idle(GIVE_UP_S)

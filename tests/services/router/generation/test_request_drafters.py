@@ -25,9 +25,10 @@ from services.router.api.auth import ApiKeys
 from services.router.api.grpc import RouterServicer
 from services.router.api.http.app import create_app
 from services.router.api.http.http_server import serve_http
-from services.router.api.settings import HttpSettings, StaticFrontState
+from services.router.api.settings import HttpSettings
 from services.router.peers.local_drafters import LocalPool
 from services.router.peers.outlier_ejection import EjectionPolicy
+from tests.services.router.api.http_fakes import StaticFrontState
 from tests.services.router.generation.rounds_rig import BALLOT, Rig, request, rig
 from tests.waiting import GIVE_UP_S
 
