@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import grpc.aio
 
@@ -41,7 +42,7 @@ class InProcessServer:
         if server is not None:
             await server.stop(None)
 
-    async def __aenter__(self) -> InProcessServer:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 

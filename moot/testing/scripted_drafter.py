@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -13,7 +14,6 @@ import grpc.aio
 from moot.core.types import ModelInfo
 from moot.rpc import convert
 from moot.rpc.link import LinkConfig
-from moot.testing.in_process_server import InProcessServer
 from moot.testing.scripted_sessions import ScriptedSession
 from moot.testing.scripted_text import ScriptedText
 from moot.testing.streams import ScriptedPeer, ScriptedPeerStream
@@ -46,7 +46,9 @@ class Manner(Enum):
 _Stream = ScriptedPeerStream[ScriptedSession, pb.DraftAnswer]
 
 
-class ScriptedDrafter(ScriptedPeer[ScriptedSession, pb.DraftCommand, pb.DraftAnswer]):
+class ScriptedDrafter(
+    ScriptedPeer[ScriptedSession, pb.DraftCommand, pb.DraftAnswer], drafter_service_pb2_grpc.DrafterServiceServicer
+):
     """A drafter that answers from the true text. `manner` is called once per question; `spoil` is the chance that a
     TRUE answer is spoilt at a drawn place.
 
@@ -66,12 +68,7 @@ class ScriptedDrafter(ScriptedPeer[ScriptedSession, pb.DraftCommand, pb.DraftAns
         family: str = "",
         link: LinkConfig | None = None,
     ) -> None:
-        super().__init__(
-            InProcessServer(
-                lambda server: drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server(_Servicer(self), server),
-                link,
-            )
-        )
+        super().__init__(partial(drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server, self), link)
         self.text = text or ScriptedText()
         self.spoil = spoil
         self.manner = manner
@@ -179,20 +176,12 @@ class ScriptedDrafter(ScriptedPeer[ScriptedSession, pb.DraftCommand, pb.DraftAns
         if self._is_draining:
             self._say_drain(stream)
 
-
-class _Servicer(drafter_service_pb2_grpc.DrafterServiceServicer):
-    def __init__(self, drafter: ScriptedDrafter) -> None:
-        self._drafter = drafter
-
     async def Describe(
         self, request: pb.DescribeDrafterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DescribeDrafterResponse:
-        drafter = self._drafter
-        return pb.DescribeDrafterResponse(
-            kind=drafter.kind, family=drafter.family, model=convert.model_info_to_pb(drafter.info)
-        )
+        return pb.DescribeDrafterResponse(kind=self.kind, family=self.family, model=convert.model_info_to_pb(self.info))
 
     def Draft(
         self, request_iterator: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.DraftResponse]:
-        return self._drafter.serve(request_iterator, lambda answers: pb.DraftResponse(answers=answers))
+        return self.serve(request_iterator, lambda answers: pb.DraftResponse(answers=answers))

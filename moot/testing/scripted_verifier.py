@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -14,7 +15,6 @@ from moot.core.errors import InvalidRequest, MootError, NoCapacity, RequestPoiso
 from moot.core.types import Draft, ModelInfo, Proposal, Verification
 from moot.rpc import convert
 from moot.rpc.link import LinkConfig
-from moot.testing.in_process_server import InProcessServer
 from moot.testing.scripted_sessions import VerifiedSession
 from moot.testing.scripted_text import ScriptedText
 from moot.testing.streams import ScriptedPeer, ScriptedPeerStream
@@ -27,7 +27,9 @@ AttachedRule = Callable[[VerifiedSession, int, int], Sequence[tuple[int, ...]]]
 _Stream = ScriptedPeerStream[VerifiedSession, pb.VerifyAnswer]
 
 
-class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.VerifyAnswer]):
+class ScriptedVerifier(
+    ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.VerifyAnswer], verifier_service_pb2_grpc.VerifierServiceServicer
+):
     """Serves `text` on loopback. Public attributes may be changed while it runs.
 
     `step_s` and `step_per_token_s`: what a step costs, in seconds. `lose_on`: request ids whose next step takes the
@@ -49,12 +51,7 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         max_draft_tokens: int = 64,
         link: LinkConfig | None = None,
     ) -> None:
-        super().__init__(
-            InProcessServer(
-                lambda server: verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server(_Servicer(self), server),
-                link,
-            )
-        )
+        super().__init__(partial(verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server, self), link)
         self.text = text or ScriptedText()
         self.info = ModelInfo(
             model, "1", tokenizer_fingerprint, self.text.vocab_size, context_limit, self.text.end_token_ids
@@ -271,26 +268,20 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         if request_id in self.refuse_capacity:
             raise NoCapacity("no room for another sequence")
 
-
-class _Servicer(verifier_service_pb2_grpc.VerifierServiceServicer):
-    def __init__(self, verifier: ScriptedVerifier) -> None:
-        self._verifier = verifier
-
     async def Describe(
         self, request: pb.DescribeVerifierRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DescribeVerifierResponse:
-        verifier = self._verifier
         return pb.DescribeVerifierResponse(
-            model=convert.model_info_to_pb(verifier.info),
+            model=convert.model_info_to_pb(self.info),
             kv_capacity_tokens=1 << 20,
-            numerics_fingerprint=verifier.numerics_fingerprint,
-            max_num_seqs=verifier.max_num_seqs,
-            max_draft_tokens=verifier.max_draft_tokens,
+            numerics_fingerprint=self.numerics_fingerprint,
+            max_num_seqs=self.max_num_seqs,
+            max_draft_tokens=self.max_draft_tokens,
             deterministic=True,
-            drafters=[pb.InsideDrafter(drafter_id=one, kind="scripted") for one in verifier.attached],
+            drafters=[pb.InsideDrafter(drafter_id=one, kind="scripted") for one in self.attached],
         )
 
     def Verify(
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.VerifyResponse]:
-        return self._verifier.serve(request_iterator, lambda answers: pb.VerifyResponse(answers=answers))
+        return self.serve(request_iterator, lambda answers: pb.VerifyResponse(answers=answers))

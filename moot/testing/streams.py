@@ -6,9 +6,11 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
-from moot.rpc.link import STREAM_ERRORS, FrameQueue
+import grpc.aio
+
+from moot.rpc.link import STREAM_ERRORS, FrameQueue, LinkConfig
 from moot.testing.in_process_server import InProcessServer
 
 SessionT = TypeVar("SessionT")
@@ -24,20 +26,16 @@ class ScriptedPeerStream(Generic[SessionT, AnswerT]):
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
-class ScriptedPeer(Generic[SessionT, CommandT, AnswerT]):
+class ScriptedPeer(InProcessServer, Generic[SessionT, CommandT, AnswerT]):
     """A server on loopback and its streams. A peer says what it does with a command: `take`.
 
     `counts`: commands seen by name, and `streams`.
     """
 
-    def __init__(self, server: InProcessServer) -> None:
+    def __init__(self, add: Callable[[grpc.aio.Server], None], link: LinkConfig | None) -> None:
+        super().__init__(add, link)
         self.counts: Counter[str] = Counter()
-        self._server = server
         self._streams: set[ScriptedPeerStream[SessionT, AnswerT]] = set()
-
-    @property
-    def address(self) -> str:
-        return self._server.address
 
     @property
     def num_sessions(self) -> int:
@@ -46,19 +44,6 @@ class ScriptedPeer(Generic[SessionT, CommandT, AnswerT]):
     @property
     def num_streams(self) -> int:
         return len(self._streams)
-
-    async def start(self) -> None:
-        await self._server.start()
-
-    async def kill(self) -> None:
-        await self._server.kill()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.kill()
 
     def take(self, stream: ScriptedPeerStream[SessionT, AnswerT], command: CommandT) -> None:
         """Take one command off the wire."""
