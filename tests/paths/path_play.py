@@ -16,7 +16,7 @@ from moot.core.types import ModelInfo, TokenLogprobs
 from moot.runtime.metrics import Metrics
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
 from services.router.api.choices import encode_prompts
-from services.router.api.requests import Checked, parse_chat, parse_completion, plan_requests
+from services.router.api.requests import BodyReader, Checked, plan_requests
 from services.router.api.text import IncrementalText
 from services.router.api.tokenization import PromptTokenizer
 from services.router.config import RouterConfig
@@ -74,9 +74,9 @@ class Front:
 
     async def requests(self, case: Case) -> tuple[GenerationRequest, ...]:
         """As the API makes them, one per choice."""
-        info, settings, known = self.info, self.config.http, self.peers.drafter_ids()
-        parse: Callable[..., Checked[Any]] = parse_chat if case.is_chat else parse_completion
-        checked = parse(case.body, settings, info, known)
+        info = self.info
+        reader = BodyReader(self.config.http, info, self.peers.drafter_ids())
+        checked: Checked[Any] = reader.chat(case.body) if case.is_chat else reader.completion(case.body)
         prompts, _ = await encode_prompts(self.prompts, checked.body, info.context_limit, "prompt")
         return plan_requests(checked, prompts, info, f"case-{case.number}", "", "", "prompt")
 
@@ -133,7 +133,7 @@ async def front(house: House, system: System) -> AsyncIterator[Front]:
     peers = Peers(config, tokenizer, metrics)
     model = ServedModel("tiny", tokenizer_fingerprint(tokenizer))
     rounds = Rounds(peers.targets, peers.drafter_set, MemoryStore(), model, metrics, config.max_buffered_commits)
-    prompts = PromptTokenizer(tokenizer, timeout_s=GIVE_UP_S, num_threads=1, max_prompt_bytes=1 << 20)
+    prompts = PromptTokenizer(tokenizer, dataclasses.replace(config.http, tokenize_timeout_s=GIVE_UP_S))
     try:
         peers.start()
         await eventually(lambda: peers.targets.is_available)

@@ -1,7 +1,7 @@
 """Admission: how many choices may be in flight and how many tokens may wait, per caller (429) and over all (503).
 
 Nothing waits here: a refusal is immediate, and says when to come again. `TokenQueue` bounds the tokens of accepted
-choices that no verifier has begun yet, over all and per caller; a `Load` measures how fast they go.
+choices that no verifier has begun yet, over all and per caller; a `CallerLoad` measures how fast they go.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from moot.core.errors import Draining, NoCapacity, RateLimited
 from moot.runtime.metrics import Metrics
@@ -26,7 +25,7 @@ _RESUMES_BELOW = 0.5
 """Of the level at which drafting stops: between the two nothing changes, so that it does not flicker."""
 
 
-class Load:
+class CallerLoad:
     """What callers have under way, in an amount of one kind, and how fast it goes: amounts per second of the time in
     which there was any, fading."""
 
@@ -77,7 +76,7 @@ class TokenQueue:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._load = Load(clock)
+        self._load = CallerLoad(clock)
         self._on_change = on_change
         self.is_shedding = False
         """Whether so much waits that drafting should stop."""
@@ -156,7 +155,7 @@ class Admission:
         self._places = places
         self.queue = TokenQueue(settings, self._note_queue, clock)
         metrics.queued_tokens_limit.set(settings.max_queued_tokens)
-        self._load = Load(clock)
+        self._load = CallerLoad(clock)
         self.draining = False
         """Whether every new request is refused; those inside go on."""
         self._idle = asyncio.Event()
@@ -254,9 +253,7 @@ class Ticket:
     def __enter__(self) -> Ticket:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for place in self._queued:
             place.leave()
         if self._places:

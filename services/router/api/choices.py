@@ -11,8 +11,9 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from moot.core.errors import DeadlineExceeded, Draining, MootError, NoCapacity
@@ -22,7 +23,7 @@ from moot.runtime.patience import Patience
 from moot.runtime.tracing import Span, Tracing, traceparent_var
 from services.router.api.admission import Admission, QueuePlace, Ticket
 from services.router.api.bodies import ChatCompletionRequest, CompletionRequest
-from services.router.api.requests import NO_NAMES, Checked, parse_chat, parse_completion, plan_requests
+from services.router.api.requests import BodyReader, Checked, plan_requests
 from services.router.api.settings import FrontState, HttpSettings
 from services.router.api.text import IncrementalText, StopStrings
 from services.router.api.tokenization import PromptTokenizer
@@ -147,7 +148,7 @@ async def plan_choices(
     base_id: str,
     *,
     chat: bool,
-    names: Mapping[str, str] = NO_NAMES,
+    names: Mapping[str, str] = MappingProxyType({}),
     fingerprint: str = "",
 ) -> tuple[Checked[Any], list[Choice]]:
     """A body and its choices, which count as waiting from then on. `values`, `names`: as `bodies.read` takes them;
@@ -156,8 +157,8 @@ async def plan_choices(
     Raises InvalidRequest with `param`, ModelNotFound, DeadlineExceeded, RateLimited, NoCapacity.
     """
     settings, tokenizer = front.settings, front.tokenizer
-    parse: Callable[..., Checked[Any]] = parse_chat if chat else parse_completion
-    checked = parse(values, settings, info, front.state.drafter_ids(), names)
+    reader = BodyReader(settings, info, front.state.drafter_ids(), names)
+    checked: Checked[Any] = reader.chat(values) if chat else reader.completion(values)
     body = checked.body
     param = names.get("messages", "messages") if chat else names.get("prompt", "prompt")
     ticket.grow(body.n if chat else body.n * len(body.prompts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from moot.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
@@ -29,7 +29,6 @@ from services.router.api.settings import HttpSettings
 from services.router.generation.request_types import GenerationRequest
 
 RequestT = TypeVar("RequestT", bound=SharedFields)
-NO_NAMES: Mapping[str, str] = {}
 
 
 def too_long(num_tokens: int, info: ModelInfo, param: str) -> ContextLengthExceeded:
@@ -38,6 +37,13 @@ def too_long(num_tokens: int, info: ModelInfo, param: str) -> ContextLengthExcee
         "at least one of them for the output",
         param,
     )
+
+
+_AS_THEY_ARE = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "ignore_eos"),
+)
+"""Fields of a body that are sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,51 +58,98 @@ class Checked(Generic[RequestT]):
     seed: int
 
 
-def parse_completion(
-    values: Mapping[str, Any],
-    settings: HttpSettings,
-    info: ModelInfo,
-    drafter_ids: frozenset[str] | None,
-    names: Mapping[str, str] = NO_NAMES,
-) -> Checked[CompletionRequest]:
-    """Raises InvalidRequest with `param`, or ModelNotFound. `names`: as `read` takes them."""
-    model = _model(values, settings)
-    body = read(CompletionRequest, values, names)
-    prompts = body.prompts
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            if len(prompt) > info.context_limit:
-                raise too_long(len(prompt), info, names.get("prompt", "prompt"))
-            _check_ids("prompt", prompt, info, names)
-    if body.echo and body.logprobs is not None:
-        raise refusal("echo", "together with logprobs is not supported", names)
-    checked = _checked(body, info, drafter_ids, names, model, body.max_tokens, body.logprobs)
-    if len(prompts) * body.n > settings.max_choices:
-        raise refusal("n", f"times the number of prompts must be at most {settings.max_choices}", names)
-    if len(prompts) > 1 and body.prediction is not None:
-        raise refusal("prediction", "needs a single prompt", names)
-    return checked
+@dataclass(frozen=True, slots=True)
+class BodyReader:
+    """Reads bodies for one model. `drafter_ids`: None where they are not known. `names`: as `read` takes them.
 
+    Every method raises InvalidRequest with `param`, or ModelNotFound.
+    """
 
-def parse_chat(
-    values: Mapping[str, Any],
-    settings: HttpSettings,
-    info: ModelInfo,
-    drafter_ids: frozenset[str] | None,
-    names: Mapping[str, str] = NO_NAMES,
-) -> Checked[ChatCompletionRequest]:
-    """Raises InvalidRequest with `param`, or ModelNotFound. `names`: as `read` takes them."""
-    model = _model(values, settings)
-    body = read(ChatCompletionRequest, values, names)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise refusal("top_logprobs", "needs `logprobs` to be true", names)
-    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise refusal("max_completion_tokens", "and `max_tokens` are the same limit: give one of them", names)
-    if body.continue_final_message and body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
-        raise refusal("continue_final_message", "and `add_generation_prompt` exclude each other", names)
-    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _checked(body, info, drafter_ids, names, model, max_tokens, num_logprobs)
+    settings: HttpSettings
+    info: ModelInfo
+    drafter_ids: frozenset[str] | None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def completion(self, values: Mapping[str, Any]) -> Checked[CompletionRequest]:
+        model = self._model(values)
+        body = read(CompletionRequest, values, self.names)
+        for prompt in body.prompts:
+            if not isinstance(prompt, str):
+                if len(prompt) > self.info.context_limit:
+                    raise too_long(len(prompt), self.info, self.names.get("prompt", "prompt"))
+                self._check_ids("prompt", prompt)
+        if body.echo and body.logprobs is not None:
+            raise self._refusal("echo", "together with logprobs is not supported")
+        checked = self._checked(body, model, body.max_tokens, body.logprobs)
+        if len(body.prompts) * body.n > self.settings.max_choices:
+            raise self._refusal("n", f"times the number of prompts must be at most {self.settings.max_choices}")
+        if len(body.prompts) > 1 and body.prediction is not None:
+            raise self._refusal("prediction", "needs a single prompt")
+        return checked
+
+    def chat(self, values: Mapping[str, Any]) -> Checked[ChatCompletionRequest]:
+        model = self._model(values)
+        body = read(ChatCompletionRequest, values, self.names)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise self._refusal("top_logprobs", "needs `logprobs` to be true")
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            raise self._refusal("max_completion_tokens", "and `max_tokens` are the same limit: give one of them")
+        goes_on, opens = body.continue_final_message, body.add_generation_prompt
+        if goes_on and opens and "add_generation_prompt" in body.model_fields_set:
+            raise self._refusal("continue_final_message", "and `add_generation_prompt` exclude each other")
+        max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        return self._checked(body, model, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+
+    def _refusal(self, field: str, problem: str) -> InvalidRequest:
+        return refusal(field, problem, self.names)
+
+    def _model(self, values: Mapping[str, Any]) -> str:
+        """Check the model's name before all else: a caller that asks for another model has the wrong server. No name:
+        left to the struct."""
+        name, known = values.get("model"), self.settings.served_model_names
+        if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not is_unicode(name):
+            return known[0]
+        if name not in known:
+            raise ModelNotFound(f"this server serves {', '.join(known)}, not the model asked for")
+        return name
+
+    def _check_ids(self, field: str, ids: Collection[int]) -> None:
+        if ids and max(ids) >= self.info.vocab_size:
+            raise self._refusal(field, f"must have token ids from 0 to {self.info.vocab_size - 1}")
+
+    def _sampling(self, body: SharedFields, num_logprobs: int | None) -> SamplingParams:
+        """The sampling parameters of a body, without `max_tokens` and `seed`."""
+        allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
+        bias = {int(token): amount for token, amount in body.logit_bias.items()}
+        if len(body.allowed_token_ids or ()) > self.info.vocab_size:
+            raise self._refusal("allowed_token_ids", f"must have at most {self.info.vocab_size} items")
+        self._check_ids("allowed_token_ids", allowed or ())
+        self._check_ids("stop_token_ids", body.stop_token_ids)
+        self._check_ids("logit_bias", bias)
+        return SamplingParams(
+            **{name: getattr(body, name) for name in _AS_THEY_ARE},
+            top_k=0 if body.top_k < 1 or body.top_k >= self.info.vocab_size else body.top_k,
+            logit_bias=bias,
+            allowed_token_ids=allowed,
+            stop_token_ids=frozenset(body.stop_token_ids),
+            logprobs=num_logprobs,
+        )
+
+    def _checked(
+        self, body: RequestT, model: str, max_tokens: int | None, num_logprobs: int | None
+    ) -> Checked[RequestT]:
+        params = self._sampling(body, num_logprobs)
+        if max_tokens is not None and params.min_tokens > max_tokens:
+            raise self._refusal("min_tokens", "is more than max_tokens")
+        if body.stream_options is not None and not body.stream:
+            raise self._refusal("stream_options", "needs `stream` to be true")
+        drafters = body.drafters or []
+        if self.drafter_ids is not None and not self.drafter_ids.issuperset(drafters):
+            known = ", ".join(sorted(self.drafter_ids)) or "none is configured"
+            raise self._refusal("drafters", f"must be some of: {known}")
+        if len(set(drafters)) < len(drafters):
+            raise self._refusal("drafters", "names a drafter twice")
+        return Checked(body, model, params, max_tokens, secrets.randbits(63) if body.seed is None else body.seed)
 
 
 def plan_requests(
@@ -145,69 +198,3 @@ def plan_requests(
                 )
             )
     return tuple(planned)
-
-
-def _model(values: Mapping[str, Any], settings: HttpSettings) -> str:
-    """Check the model's name before all else: a caller that asks for another model has the wrong server. No name: left
-    to the struct."""
-    name = values.get("model")
-    if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not is_unicode(name):
-        return settings.served_model_names[0]
-    if name not in settings.served_model_names:
-        raise ModelNotFound(f"this server serves {', '.join(settings.served_model_names)}, not the model asked for")
-    return name
-
-
-def _check_ids(field: str, ids: Collection[int], info: ModelInfo, names: Mapping[str, str]) -> None:
-    if ids and max(ids) >= info.vocab_size:
-        raise refusal(field, f"must have token ids from 0 to {info.vocab_size - 1}", names)
-
-
-_AS_THEY_ARE = (
-    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "ignore_eos"),
-)
-
-
-def _sampling(
-    body: SharedFields, info: ModelInfo, names: Mapping[str, str], num_logprobs: int | None
-) -> SamplingParams:
-    """The sampling parameters of a body, without `max_tokens` and `seed`."""
-    allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
-    bias = {int(token): amount for token, amount in body.logit_bias.items()}
-    if len(body.allowed_token_ids or ()) > info.vocab_size:
-        raise refusal("allowed_token_ids", f"must have at most {info.vocab_size} items", names)
-    _check_ids("allowed_token_ids", allowed or (), info, names)
-    _check_ids("stop_token_ids", body.stop_token_ids, info, names)
-    _check_ids("logit_bias", bias, info, names)
-    return SamplingParams(
-        **{name: getattr(body, name) for name in _AS_THEY_ARE},
-        top_k=0 if body.top_k < 1 or body.top_k >= info.vocab_size else body.top_k,
-        logit_bias=bias,
-        allowed_token_ids=allowed,
-        stop_token_ids=frozenset(body.stop_token_ids),
-        logprobs=num_logprobs,
-    )
-
-
-def _checked(
-    body: RequestT,
-    info: ModelInfo,
-    drafter_ids: frozenset[str] | None,
-    names: Mapping[str, str],
-    model: str,
-    max_tokens: int | None,
-    num_logprobs: int | None,
-) -> Checked[RequestT]:
-    params = _sampling(body, info, names, num_logprobs)
-    if max_tokens is not None and params.min_tokens > max_tokens:
-        raise refusal("min_tokens", "is more than max_tokens", names)
-    if body.stream_options is not None and not body.stream:
-        raise refusal("stream_options", "needs `stream` to be true", names)
-    drafters = body.drafters or []
-    if drafter_ids is not None and not drafter_ids.issuperset(drafters):
-        known = ", ".join(sorted(drafter_ids)) or "none is configured"
-        raise refusal("drafters", f"must be some of: {known}", names)
-    if len(set(drafters)) < len(drafters):
-        raise refusal("drafters", "names a drafter twice", names)
-    return Checked(body, model, params, max_tokens, secrets.randbits(63) if body.seed is None else body.seed)

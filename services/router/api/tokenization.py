@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from jinja2.exceptions import TemplateError
 
 from moot.core.errors import ConfigError, ContextLengthExceeded, DeadlineExceeded, InvalidRequest
+from services.router.api.settings import HttpSettings
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -157,12 +158,10 @@ ResultT = TypeVar("ResultT")
 class PromptTokenizer:
     """A transformers fast tokenizer with its chat template. `tokens`: the bytes of its ids."""
 
-    def __init__(self, tokenizer: Any, *, timeout_s: float, num_threads: int, max_prompt_bytes: int) -> None:
-        """`max_prompt_bytes`: whatever the context, a longer prompt is not tokenized."""
+    def __init__(self, tokenizer: Any, settings: HttpSettings) -> None:
         self._tokenizer = tokenizer
-        self._timeout_s = timeout_s
-        self._max_prompt_bytes = max_prompt_bytes
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        self._settings = settings
+        self._executor = ThreadPoolExecutor(settings.tokenize_threads, thread_name_prefix="tokenize")
         self.tokens = TokenBytes(tokenizer)
 
     async def encode(
@@ -232,7 +231,7 @@ class PromptTokenizer:
         return tuple(encoded["input_ids"])
 
     def _check_size(self, num_bytes: int, context_limit: int, param: str) -> None:
-        limit = min(context_limit * self.tokens.longest_token_bytes, self._max_prompt_bytes)
+        limit = min(context_limit * self.tokens.longest_token_bytes, self._settings.max_prompt_bytes)
         if num_bytes > limit:
             raise ContextLengthExceeded(
                 f"`{param}` has {num_bytes} bytes; with this model's context of {context_limit} tokens "
@@ -242,8 +241,9 @@ class PromptTokenizer:
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        timeout_s = self._settings.tokenize_timeout_s
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
-            raise DeadlineExceeded(f"the prompt was not tokenized within {self._timeout_s:g} s") from error
+            raise DeadlineExceeded(f"the prompt was not tokenized within {timeout_s:g} s") from error

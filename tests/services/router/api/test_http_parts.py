@@ -84,7 +84,9 @@ def test_tokenizing_has_a_deadline_and_a_bound() -> None:
     tokenizer = byte_level_tokenizer()
 
     async def scenario() -> None:
-        prompts = PromptTokenizer(tokenizer, timeout_s=0, num_threads=1, max_prompt_bytes=1000)
+        prompts = PromptTokenizer(
+            tokenizer, HttpSettings(tokenize_timeout_s=0, tokenize_threads=1, max_prompt_bytes=1000)
+        )
         with pytest.raises(DeadlineExceeded):
             await prompts.encode(["hello"], add_special_tokens=True, context_limit=100, param="prompt")
         longest = prompts.tokens.longest_token_bytes
@@ -102,7 +104,7 @@ def test_a_tokenizer_without_chat_template() -> None:
     tokenizer.chat_template = None
 
     async def scenario() -> None:
-        prompts = PromptTokenizer(tokenizer, timeout_s=GIVE_UP_S, num_threads=1, max_prompt_bytes=1000)
+        prompts = PromptTokenizer(tokenizer, HttpSettings(tokenize_timeout_s=GIVE_UP_S, max_prompt_bytes=1000))
         with pytest.raises(InvalidRequest, match="/v1/completions"):
             await prompts.encode_chat(
                 [{"role": "user", "content": "a"}],

@@ -9,7 +9,7 @@ import pytest
 from moot.core.errors import NoCapacity, RateLimited
 from moot.core.types import TokenLogprobs
 from moot.runtime.metrics import Metrics
-from services.router.api.admission import MOST_RETRY_S, Admission, Load, TokenQueue
+from services.router.api.admission import MOST_RETRY_S, Admission, CallerLoad, TokenQueue
 from services.router.api.choices import ChunkQueue, size_of
 from services.router.api.settings import HttpSettings
 from services.router.generation.request_types import GenerationChunk, Places
@@ -121,7 +121,7 @@ def test_drafting_stops_at_the_share_and_goes_on_at_half_of_it() -> None:
 def test_a_rate_without_service_has_no_estimate() -> None:
     """What is told then is what the settings say, within bounds; time without any load counts for nothing."""
     clock = Clock()
-    load = Load(clock)
+    load = CallerLoad(clock)
     load.add("a", 90)
     clock.now += 3.0
     assert (load.retry_after_s(1, 7.0), load.retry_after_s(1, 0.1), load.retry_after_s(1, 1e9)) == (

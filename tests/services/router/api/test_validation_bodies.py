@@ -13,21 +13,21 @@ from moot.core.errors import BodyTooLarge, ContextLengthExceeded, InvalidRequest
 from moot.core.noise import choice_seed
 from moot.core.types import ModelInfo
 from services.router.api.bodies import parse_json_object
-from services.router.api.requests import parse_chat, parse_completion, plan_requests
+from services.router.api.requests import BodyReader, plan_requests
 from services.router.api.settings import HttpSettings
 
 SETTINGS = HttpSettings(served_model_names=("tiny", "org/tiny"), max_choices=16)
 INFO = ModelInfo("tiny", "main", "", vocab_size=300, context_limit=100)
-DRAFTERS = frozenset({"suffix", "ngram"})
+READER = BodyReader(SETTINGS, INFO, frozenset({"suffix", "ngram"}))
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def completion(**body: Any) -> Any:
-    return parse_completion({"prompt": "hello"} | body, SETTINGS, INFO, DRAFTERS)
+    return READER.completion({"prompt": "hello"} | body)
 
 
 def chat(**body: Any) -> Any:
-    return parse_chat({"messages": HELLO} | body, SETTINGS, INFO, DRAFTERS)
+    return READER.chat({"messages": HELLO} | body)
 
 
 HUGE = 10**400
