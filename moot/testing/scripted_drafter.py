@@ -13,10 +13,9 @@ import grpc.aio
 
 from moot.core.types import ModelInfo
 from moot.rpc import convert
-from moot.rpc.link import LinkConfig
+from moot.testing.in_process_server import ScriptedPeer, ScriptedPeerStream
 from moot.testing.scripted_sessions import ScriptedSession
 from moot.testing.scripted_text import ScriptedText
-from moot.testing.streams import ScriptedPeer, ScriptedPeerStream
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc, token_pb2
 
@@ -66,9 +65,8 @@ class ScriptedDrafter(
         context_limit: int = 8192,
         kind: str = "scripted",
         family: str = "",
-        link: LinkConfig | None = None,
     ) -> None:
-        super().__init__(partial(drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server, self), link)
+        super().__init__(partial(drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server, self))
         self.text = text or ScriptedText()
         self.spoil = spoil
         self.manner = manner
@@ -138,19 +136,11 @@ class ScriptedDrafter(
             stream.answers.put(stale)
         delay = self.late_s if manner is Manner.LATE else self.delay_s
         copies = 2 if manner is Manner.DOUBLE else 1
-        if not delay:
-            for _ in range(copies):
+        for _ in range(copies):
+            if delay:
+                asyncio.get_running_loop().call_later(delay, stream.answers.put, answer)
+            else:
                 stream.answers.put(answer)
-            return
-
-        async def later() -> None:
-            await asyncio.sleep(delay)
-            for _ in range(copies):
-                stream.answers.put(answer)
-
-        task = asyncio.create_task(later())
-        stream.tasks.add(task)
-        task.add_done_callback(stream.tasks.discard)
 
     def _proposal(self, session: ScriptedSession, count: int, manner: Manner) -> token_pb2.Proposal:
         size = self.text.vocab_size

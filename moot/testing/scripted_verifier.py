@@ -14,10 +14,9 @@ import grpc.aio
 from moot.core.errors import InvalidRequest, MootError, NoCapacity, RequestPoisoned, UnknownSession
 from moot.core.types import Draft, ModelInfo, Proposal, Verification
 from moot.rpc import convert
-from moot.rpc.link import LinkConfig
+from moot.testing.in_process_server import ScriptedPeer, ScriptedPeerStream
 from moot.testing.scripted_sessions import VerifiedSession
 from moot.testing.scripted_text import ScriptedText
-from moot.testing.streams import ScriptedPeer, ScriptedPeerStream
 from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc
 
@@ -49,9 +48,8 @@ class ScriptedVerifier(
         context_limit: int = 8192,
         max_num_seqs: int = 32,
         max_draft_tokens: int = 64,
-        link: LinkConfig | None = None,
     ) -> None:
-        super().__init__(partial(verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server, self), link)
+        super().__init__(partial(verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server, self))
         self.text = text or ScriptedText()
         self.info = ModelInfo(
             model, "1", tokenizer_fingerprint, self.text.vocab_size, context_limit, self.text.end_token_ids
