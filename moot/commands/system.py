@@ -111,10 +111,12 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
     local_drafters = drafters_of(config)
     model = prepared_model(config.model, say)
     logs = run_folder(name)
+    # What sets the command itself reaches a service as a flag, where it is meant for one.
+    own_variables = [variable_of(leaf.name) for leaf in flat_options(type(config))]
     # Short: a Unix socket's path has little room.
     with (
         tempfile.TemporaryDirectory(prefix="moot-") as store_folder,
-        Supervisor(logs, grace_s=config.stop_grace_s, say=say, own_variables=_variables(type(config))) as supervisor,
+        Supervisor(logs, grace_s=config.stop_grace_s, say=say, own_variables=own_variables) as supervisor,
     ):
         say(f"starting the services (logs: {logs})")
         flags = _verifier_flags(config, model, local_drafters)
@@ -152,12 +154,6 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
         client = Client(url, next(iter(config.api_key), None))
         _wait_serving(client, supervisor, config.start_timeout_s)
         yield System(url, client, supervisor, router, drafters, verifier, logs, local_drafters.drafter_ids)
-
-
-def _variables(config: type[SystemConfig]) -> list[str]:
-    """Environment variables that set the command itself. Their values reach a service as flags, where they are meant
-    for one."""
-    return [variable_of(leaf.name) for leaf in flat_options(config)]
 
 
 def _wait_serving(client: Client, supervisor: Supervisor, timeout_s: float) -> None:

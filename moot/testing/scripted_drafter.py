@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
+from copy import deepcopy
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -130,8 +131,7 @@ class ScriptedDrafter(
         if manner is Manner.SILENT:
             return
         if manner is Manner.STALE:
-            stale = pb.DraftAnswer()
-            stale.CopyFrom(answer)
+            stale = deepcopy(answer)
             stale.proposed.round_index += 1
             stream.answers.put(stale)
         delay = self.late_s if manner is Manner.LATE else self.delay_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -183,30 +184,23 @@ class ScriptedVerifier(
         if stream not in self._streams:
             return []
         answer = pb.VerifyAnswer(session_id=command.session_id)
-        timing = pb.StepTiming(
-            forward_us=round(1e6 * (self.step_s + self.step_per_token_s * batch_tokens)),
-            batch_requests=batch_requests,
-            batch_tokens=batch_tokens,
-        )
+        forward_us = round(1e6 * (self.step_s + self.step_per_token_s * batch_tokens))
+        opens = command.WhichOneof("command") == "open"
         try:
-            if command.WhichOneof("command") == "open":
-                answer.opened.CopyFrom(convert.opened_to_pb(self._open(stream, command)))
-                answer.opened.timing.CopyFrom(timing)
+            found = self._open(stream, command) if opens else self._verify(stream, command)
+            found = replace(found, forward_us=forward_us, batch_requests=batch_requests, batch_tokens=batch_tokens)
+            if opens:
+                answer.opened.CopyFrom(convert.opened_to_pb(found))
             else:
-                verified = convert.verified_to_pb(self._verify(stream, command), command.verify.round_index)
-                answer.verified.CopyFrom(verified)
-                answer.verified.timing.CopyFrom(timing)
+                answer.verified.CopyFrom(convert.verified_to_pb(found, command.verify.round_index))
         except MootError as error:
             stream.sessions.pop(command.session_id, None)
             failed = convert.failed_to_pb(type(error), str(error), command.verify.round_index)
             answer.failed.CopyFrom(failed)
         answers = [answer]
         if self.stale_answers and answer.HasField("verified"):
-            stale = pb.VerifyAnswer()
-            stale.CopyFrom(answer)
+            stale, unknown = deepcopy(answer), deepcopy(answer)
             stale.verified.round_index += 1
-            unknown = pb.VerifyAnswer()
-            unknown.CopyFrom(answer)
             unknown.session_id += 1 << 62
             answers = [stale, unknown, answer]
         return [*answers, answer] if self.double_answers else answers

@@ -231,7 +231,12 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
     if config.api_keys_file is not None:
         keys = keys | ApiKeys.from_file(config.api_keys_file)
     peers = Peers(config, tokenizer, metrics, tls)
-    store = await open_store(config.store, lambda up: _note_store(metrics, up))
+
+    def note_store(up: bool) -> None:
+        metrics.state_store_up.set(up)
+        metrics.degraded.labels("store").set(not up)
+
+    store = await open_store(config.store, note_store)
     model = ServedModel(http.served_model_names[0], tokenizer_fingerprint(tokenizer))
     rounds = Rounds(peers.targets, peers.drafter_set, store, model, metrics, config.max_buffered_commits)
     watch = LoopWatch(config.stall_limit_s)
@@ -288,8 +293,3 @@ async def _drain(terminated: asyncio.Event, peers: Peers, server: GrpcServer) ->
     await terminated.wait()
     peers.draining = True
     await server.set_serving(False)
-
-
-def _note_store(metrics: Metrics, up: bool) -> None:
-    metrics.state_store_up.set(up)
-    metrics.degraded.labels("store").set(not up)

@@ -112,6 +112,8 @@ class Choice:
     index: int
     request: GenerationRequest
     text: IncrementalText
+    place: QueuePlace
+    """In the queue, until its first token."""
     prompt_text: str = ""
     keep_text: bool = True
     return_token_ids: bool = False
@@ -122,13 +124,6 @@ class Choice:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     metrics: GenerationMetrics | None = None
-    place: QueuePlace | None = None
-    """In the queue, until its first token."""
-
-    def leave_queue(self) -> None:
-        if self.place is not None:
-            self.place.leave()
-            self.place = None
 
     def take(self, chunk: GenerationChunk) -> None:
         self.num_tokens += len(chunk.token_ids)
@@ -175,10 +170,10 @@ async def plan_choices(
             index,
             request,
             IncrementalText.of(request, tokenizer.tokens, info.end_token_ids, stops),
+            place,
             prompt_text=echoes[index // body.n],
             keep_text=not body.stream,
             return_token_ids=body.return_token_ids,
-            place=place,
         )
         for index, (request, place) in enumerate(zip(requests, ticket.queue(amounts), strict=True))
     ]
@@ -291,7 +286,7 @@ async def _pump(front: Front, choice: Choice, queue: _Queue, patience: Patience,
                 chunk = await _next(chunks, patience)
                 if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                     raise MootError("the generation was ended by the server")
-                choice.leave_queue()
+                choice.place.leave()
                 timer.tokens(len(chunk.token_ids))
                 if chunk.finish_reason is not None:
                     finish, metrics = chunk.finish_reason, chunk.metrics
@@ -302,7 +297,7 @@ async def _pump(front: Front, choice: Choice, queue: _Queue, patience: Patience,
         finish, failure = FinishReason.ERROR, type(error).__name__
         await queue.put((choice, error))
     finally:
-        choice.leave_queue()
+        choice.place.leave()
         timer.end(finish)
         _note_end(traced, finish, metrics)
         traced.end(failure)

@@ -126,8 +126,7 @@ class GenerationEndpoint:
         request = Request(scope, receive)
         with Attempt(self._front.metrics) as attempt, self._front.admission.enter(request.state.caller) as ticket:
             info = self._front.serving()
-            body = await self._read(request)
-            work = self._answer(body, info, ticket, attempt, started, send)
+            work = self._answer(await self._read(request), info, ticket, attempt, started, send)
             response = await unless_gone(receive, work, 2 * self._front.settings.abort_timeout_s)
             if response is not None:
                 await send_whole(response, send, self._front.settings.stream_buffer_bytes)
@@ -160,10 +159,16 @@ class GenerationEndpoint:
         """The response; None when it was streamed through `send`."""
         front, settings = self._front, self._front.settings
         base_id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
-        values = parse_json_object(body, settings.max_json_depth, settings.max_json_values + info.context_limit)
         checked, choices = await plan_choices(
-            front, values, info, ticket, base_id, chat=self._chat, fingerprint=hashlib.sha256(body).hexdigest()
+            front,
+            parse_json_object(body, settings.max_json_depth, settings.max_json_values + info.context_limit),
+            info,
+            ticket,
+            base_id,
+            chat=self._chat,
+            fingerprint=hashlib.sha256(body).hexdigest(),
         )
+        del body  # megabytes, perhaps, for as long as the answer takes
         kind = ChatReply if self._chat else CompletionReply
         reply: Reply = kind(base_id, int(time.time()), checked, front.tokenizer.tokens, choices)
         attempt.is_generating = True

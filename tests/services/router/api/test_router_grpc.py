@@ -202,7 +202,7 @@ def test_an_answer_without_a_record_says_so() -> None:
             assert not any(response.durable for response in answer)
 
     asyncio.run(main())
-    choice = Choice(0, request(), text=None)  # type: ignore[arg-type]  # it has no text of its own to make here
+    choice = Choice(0, request(), text=None, place=None)  # type: ignore[arg-type]  # neither is used here
     assert _response(choice, GenerationChunk("a", (1,), durable=True)).durable
 
 
