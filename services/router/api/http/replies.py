@@ -90,11 +90,13 @@ class Reply:
         new_ids = ids(choice, chunk.token_ids)
         if not chunk.text and not chunk.logprobs and chunk.finish_reason is None and not new_ids:
             return None
-        last = ending(choice) if choice.finish_reason else {"finish_reason": None}
-        return {"index": choice.index, **self.piece(choice, chunk)} | last | new_ids
+        item = self.piece(choice, chunk)
+        item |= ending(choice) if choice.finish_reason else {"finish_reason": None}
+        item |= new_ids
+        return item
 
     def piece(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any]:
-        """Text and log-probabilities of a chunk."""
+        """Index, text and log-probabilities of a chunk."""
         raise NotImplementedError
 
     def whole(self, choice: Choice) -> dict[str, Any]:
@@ -200,7 +202,8 @@ class ChatReply(Reply):
 
     def piece(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any]:
         probs = chat_content(self.tokens, chunk.token_ids, chunk.logprobs) if chunk.logprobs else None
-        return {"delta": {"content": chunk.text} if chunk.text or probs else {}, "logprobs": probs}
+        delta = {"content": chunk.text} if chunk.text or probs else {}
+        return {"index": choice.index, "delta": delta, "logprobs": probs}
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         wanted = choice.request.params.logprobs is not None
@@ -235,7 +238,7 @@ class CompletionReply(Reply):
     def piece(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any]:
         begin = choice.num_tokens - len(chunk.token_ids)
         probs = self._logprobs(choice, begin, chunk.token_ids, chunk.logprobs) if chunk.logprobs else None
-        return {"text": chunk.text, "logprobs": probs}
+        return {"index": choice.index, "text": chunk.text, "logprobs": probs}
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         wanted = choice.request.params.logprobs is not None
