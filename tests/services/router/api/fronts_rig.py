@@ -19,7 +19,8 @@ from services.router.api.auth import ApiKeys
 from services.router.api.choices import Front
 from services.router.api.grpc import RouterServicer
 from services.router.api.http.app import create_app
-from services.router.api.settings import HttpSettings, StaticFrontState
+from services.router.api.settings import HttpSettings
+from tests.services.router.api.http_fakes import StaticFrontState
 from tests.services.router.generation.rounds_rig import Rig
 from tests.waiting import GIVE_UP_S
 

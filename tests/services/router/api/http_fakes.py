@@ -17,17 +17,19 @@ import httpx
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from moot.core.errors import MootError
 from moot.core.types import FinishReason, ModelInfo, TokenLogprobs
 from moot.runtime.metrics import Metrics
 from services.router.api.auth import ApiKeys
 from services.router.api.http.app import create_app
 from services.router.api.http.http_server import serve_http
-from services.router.api.settings import HttpSettings, StaticFrontState
+from services.router.api.settings import HttpSettings
 from services.router.generation.request_types import (
     DrafterMetrics,
     GenerationChunk,
     GenerationMetrics,
     GenerationRequest,
+    Places,
     TextAssembler,
 )
 from tests.waiting import GIVE_UP_S
@@ -50,6 +52,31 @@ END = 1
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
+
+
+@dataclass(slots=True)
+class StaticFrontState:
+    """A FrontState whose values its owner sets."""
+
+    info: ModelInfo | None
+    refused_with: MootError | None = None
+    drafters: frozenset[str] | None = None
+    room: Places | None = None
+
+    def model_info(self) -> ModelInfo | None:
+        return self.info
+
+    def refusal(self) -> MootError | None:
+        return self.refused_with
+
+    def drafter_ids(self) -> frozenset[str] | None:
+        return self.drafters
+
+    def places(self) -> Places | None:
+        return self.room
+
+    def shortage(self) -> MootError | None:
+        return None
 
 
 def byte_level_tokenizer() -> Any:

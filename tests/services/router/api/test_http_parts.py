@@ -72,14 +72,14 @@ async def test_admission_counts_and_gives_back() -> None:
         raise KeyError
     assert admission.num_in_flight == 0
     assert await admission.wait_idle(0.01)
-    admission.drain()
+    admission.draining = True
     with pytest.raises(Draining):
         admission.enter("c")
 
 
 async def test_tokenizing_has_a_deadline_and_a_bound() -> None:
     """C22: past the deadline the request fails; a text that cannot fit is not even tokenized."""
-    prompts = PromptTokenizer(TOKENIZER, timeout_s=0, num_threads=1, max_prompt_bytes=1000)
+    prompts = PromptTokenizer(TOKENIZER, HttpSettings(tokenize_timeout_s=0, tokenize_threads=1, max_prompt_bytes=1000))
     with pytest.raises(DeadlineExceeded):
         await prompts.encode(["hello"], add_special_tokens=True, context_limit=100, param="prompt")
     longest = prompts.tokens.longest_token_bytes
@@ -93,7 +93,7 @@ async def test_a_tokenizer_without_chat_template() -> None:
     """The chat endpoint says what to use instead."""
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = None
-    prompts = PromptTokenizer(tokenizer, timeout_s=GIVE_UP_S, num_threads=1, max_prompt_bytes=1000)
+    prompts = PromptTokenizer(tokenizer, HttpSettings(tokenize_timeout_s=GIVE_UP_S, max_prompt_bytes=1000))
     turn = {"add_generation_prompt": True, "continue_final_message": False}
     with pytest.raises(InvalidRequest, match="/v1/completions"):
         await prompts.encode_chat([{"role": "user", "content": "a"}], **turn, context_limit=100, param="messages")

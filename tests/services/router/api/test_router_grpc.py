@@ -140,7 +140,7 @@ async def test_an_answer_without_a_record_says_so() -> None:
         assert ids(answer) == expected("hello", 5)
         assert not any(response.durable for response in answer)
     await store.close()
-    choice = Choice(0, request(), text=None)  # type: ignore[arg-type]  # it has no text of its own to make here
+    choice = Choice(0, request(), text=None, place=None)  # type: ignore[arg-type]  # it has no text of its own to make here
     assert _response(choice, GenerationChunk("a", (1,), durable=True)).durable
 
 
@@ -221,7 +221,7 @@ async def test_limits_and_drain_are_the_shared_ones() -> None:
         router.state.refused_with = None
         running = asyncio.create_task(router.call(prompt="x", max_tokens=150, ignore_eos=True, seed=1))
         await eventually(lambda: router.router.counter("rounds_total") > 2)
-        router.front.admission.drain()
+        router.front.admission.draining = True
         assert (await router.refused(prompt="x")).code() is grpc.StatusCode.UNAVAILABLE
         assert ids(await running) == expected("x", 1, max_tokens=150, ignore_eos=True)
         assert await router.front.admission.wait_idle(GIVE_UP_S)

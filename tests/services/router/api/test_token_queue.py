@@ -9,7 +9,7 @@ import pytest
 from moot.core.errors import NoCapacity, RateLimited
 from moot.core.types import TokenLogprobs
 from moot.runtime.metrics import Metrics
-from services.router.api.admission import MOST_RETRY_S, Admission, QueueLimits, ServiceRate, TokenQueue
+from services.router.api.admission import MOST_RETRY_S, Admission, CallerLoad, TokenQueue
 from services.router.api.choices import ChunkQueue, size_of
 from services.router.api.settings import HttpSettings
 from services.router.generation.request_types import GenerationChunk, Places
@@ -24,10 +24,13 @@ class Clock:
 
 
 def make(clock: Clock, *, max_tokens_per_caller: int = 400, shed_share: float = 0.5) -> TokenQueue:
-    limits = QueueLimits(
-        max_tokens=1000, max_tokens_per_caller=max_tokens_per_caller, shed_share=shed_share, retry_after_s=2
+    settings = HttpSettings(
+        max_queued_tokens=1000,
+        max_queued_tokens_per_key=max_tokens_per_caller,
+        shed_share=shed_share,
+        retry_after_s=2,
     )
-    return TokenQueue(limits, clock=clock)
+    return TokenQueue(settings, clock=clock)
 
 
 def test_bounds_over_all_and_per_caller() -> None:
@@ -116,11 +119,22 @@ def test_drafting_stops_at_the_share_and_goes_on_at_half_of_it() -> None:
 
 
 def test_a_rate_without_service_has_no_estimate() -> None:
-    rate = ServiceRate()
-    rate.wait(3.0)
-    assert rate.seconds_for(1) is None
-    rate.serve(30)
-    assert rate.seconds_for(10) == pytest.approx(1.0)
+    """What is told then is what the settings say, within bounds; time without any load counts for nothing."""
+    clock = Clock()
+    load = CallerLoad(clock)
+    load.add("a", 90)
+    clock.now += 3.0
+    assert (load.retry_after_s(1, 7.0), load.retry_after_s(1, 0.1), load.retry_after_s(1, 1e9)) == (
+        7.0,
+        1.0,
+        MOST_RETRY_S,
+    )
+    load.serve("a", 30)
+    assert load.retry_after_s(20, 7.0) == pytest.approx(2.0)
+    assert load.retry_after_s(None, 7.0) == 7.0
+    load.serve("a", 60)
+    clock.now += 500.0
+    assert (load.retry_after_s(90, 7.0), load.total, dict(load.of_callers)) == (pytest.approx(3.0), 0, {})
 
 
 async def test_places_of_verifiers_bound_what_is_in_flight() -> None:

@@ -13,21 +13,21 @@ from moot.core.errors import BodyTooLarge, ContextLengthExceeded, InvalidRequest
 from moot.core.noise import choice_seed
 from moot.core.types import ModelInfo
 from services.router.api.bodies import parse_json_object
-from services.router.api.requests import parse_chat, parse_completion, plan_requests
+from services.router.api.requests import BodyReader, plan_requests
 from services.router.api.settings import HttpSettings
 
 SETTINGS = HttpSettings(served_model_names=("tiny", "org/tiny"), max_choices=16)
 INFO = ModelInfo("tiny", "main", "", vocab_size=300, context_limit=100)
-DRAFTERS = frozenset({"suffix", "ngram"})
+READER = BodyReader(SETTINGS, INFO, frozenset({"suffix", "ngram"}))
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def completion(**body: Any) -> Any:
-    return parse_completion({"prompt": "hello"} | body, SETTINGS, INFO, DRAFTERS)
+    return READER.completion({"prompt": "hello"} | body)
 
 
 def chat(**body: Any) -> Any:
-    return parse_chat({"messages": HELLO} | body, SETTINGS, INFO, DRAFTERS)
+    return READER.chat({"messages": HELLO} | body)
 
 
 def refused(call: Any, **body: Any) -> InvalidRequest:
@@ -118,16 +118,16 @@ def test_an_unknown_name_is_shown_in_ascii_and_cut(name: str, shown: str) -> Non
 def test_null_is_absent_for_every_known_field(call: Any) -> None:
     """Clients send null for what they leave out; a name nobody knows is refused even then."""
     fields = [field for field, _ in REFUSED_ON_BOTH]
-    assert call(**dict.fromkeys([*fields, "tools", "store", "suffix"])).common.n == 1
+    assert call(**dict.fromkeys([*fields, "tools", "store", "suffix"])).body.n == 1
     assert refused(call, some_new_field=None)
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
     """best_of 1, response_format text, store false, include_obfuscation false change nothing and are true."""
     body = completion(best_of=1, response_format={"type": "text"}, store=False)
-    assert body.common.n == 1
-    assert chat(stream=True, stream_options={"include_obfuscation": False}).common.include_usage is False
-    assert chat(stream=True, stream_options={"include_usage": True}).common.include_usage is True
+    assert body.body.n == 1
+    assert chat(stream=True, stream_options={"include_obfuscation": False}).body.include_usage is False
+    assert chat(stream=True, stream_options={"include_usage": True}).body.include_usage is True
 
 
 @pytest.mark.parametrize(
@@ -157,30 +157,30 @@ def test_nested_and_dependent_fields_are_named(body: dict[str, Any], param: str)
 @pytest.mark.parametrize("temperature", [0, 1e-9, 1e-6, 1e-5, 1e-3, 2.0, 2])
 def test_every_temperature_of_the_range_is_kept(temperature: float) -> None:
     """C18: no rounding and no limit of its own at the border."""
-    assert completion(temperature=temperature).common.params.temperature == temperature
+    assert completion(temperature=temperature).params.temperature == temperature
 
 
 @pytest.mark.parametrize(("given", "meant"), [(-1, 0), (0, 0), (1, 1), (299, 299), (300, 0), (9999999, 0)])
 def test_top_k(given: int, meant: int) -> None:
     """C19: -1, 0 and the whole vocabulary or more mean no limit."""
-    assert completion(top_k=given).common.params.top_k == meant
+    assert completion(top_k=given).params.top_k == meant
 
 
 def test_sampling_fields_reach_the_parameters() -> None:
     """Every accepted field arrives in its place."""
-    body = completion(
+    checked = completion(
         temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
         frequency_penalty=-0.3, logit_bias={"7": -100, "8": 2.5}, allowed_token_ids=[7, 8], min_tokens=2, max_tokens=9,
         stop_token_ids=[5], ignore_eos=True, logprobs=3, stop=["a", "b", "a"], n=2, seed=-5, num_speculative_tokens=0,
         drafters=[], include_metrics=True, cache_salt="s", user="u", skip_special_tokens=False, echo=False,
     )  # fmt: skip
-    params, common = body.common.params, body.common
+    params, body = checked.params, checked.body
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 5, 0.9, 0.1)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.2, -0.3)
     assert (params.logit_bias, params.allowed_token_ids) == ({7: -100.0, 8: 2.5}, {7, 8})
     assert (params.min_tokens, params.stop_token_ids, params.ignore_eos, params.logprobs) == (2, {5}, True, 3)
-    assert (common.max_tokens, common.stops, common.n, common.seed) == (9, ("a", "b"), 2, -5)
-    assert (common.num_speculative_tokens, common.drafters, common.include_metrics) == (0, (), True)
+    assert (checked.max_tokens, body.stop_strings, body.n, checked.seed) == (9, ("a", "b"), 2, -5)
+    assert (body.num_speculative_tokens, body.drafters, body.include_metrics) == (0, [], True)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_sampling_fields_reach_the_parameters() -> None:
 )
 def test_the_four_forms_of_a_prompt(prompt: Any, prompts: Any) -> None:
     """String, strings, ids, lists of ids."""
-    assert completion(prompt=prompt).prompts == prompts
+    assert completion(prompt=prompt).body.prompts == prompts
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_messages_that_are_none_are_refused(messages: Any, param: str) -> None:
 
 def test_messages_are_read() -> None:
     """Empty contents are contents; text parts are lines; developer is the newer word for system."""
-    body = chat(
+    checked = chat(
         messages=[
             {"role": "developer", "content": "be brief"},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -244,7 +244,7 @@ def test_messages_are_read() -> None:
             {"role": "user", "content": ""},
         ]
     )
-    assert [tuple(message.values()) for message in body.messages] == [
+    assert [tuple(message.values()) for message in checked.body.turns] == [
         ("system", "be brief"),
         ("user", "a\nb"),
         ("assistant", ""),
@@ -280,21 +280,21 @@ def test_fields_of_one_api(call: Any, body: dict[str, Any], param: str) -> None:
 
 def test_chat_logprobs() -> None:
     """logprobs alone: the token's own; top_logprobs: that many alternatives; neither: none."""
-    assert chat().common.params.logprobs is None
-    assert chat(logprobs=True).common.params.logprobs == 0
-    assert chat(logprobs=True, top_logprobs=4).common.params.logprobs == 4
+    assert chat().params.logprobs is None
+    assert chat(logprobs=True).params.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).params.logprobs == 4
 
 
 def test_an_unknown_model_is_not_found() -> None:
     """404, not 400; no name at all means the first served."""
     with pytest.raises(ModelNotFound):
         completion(model="gpt-4")
-    assert completion(model="org/tiny").common.model == "org/tiny"
-    assert completion().common.model == "tiny"
+    assert completion(model="org/tiny").model == "org/tiny"
+    assert completion().model == "tiny"
 
 
-def plan(body: Any, *prompts: tuple[int, ...], caller: str = "") -> Any:
-    return plan_requests(body.common, prompts or ((1, 2),), INFO, "id", caller, "f", "prompt")
+def plan(checked: Any, *prompts: tuple[int, ...], caller: str = "") -> Any:
+    return plan_requests(checked, prompts or ((1, 2),), INFO, "id", caller, "f", "prompt")
 
 
 @pytest.mark.parametrize(
@@ -345,8 +345,8 @@ def test_choices_are_numbered_prompt_major_each_with_its_seed() -> None:
 @pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63 - 1])
 def test_every_signed_64_bit_seed_is_taken(seed: int) -> None:
     """And a request without one draws one, each time another."""
-    assert completion(seed=seed).common.seed == seed
-    assert completion().common.seed != completion().common.seed
+    assert completion(seed=seed).seed == seed
+    assert completion().seed != completion().seed
 
 
 def test_callers_do_not_share_a_prefix_cache() -> None:
