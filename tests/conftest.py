@@ -4,6 +4,7 @@ last line on what did not run."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 
@@ -36,13 +37,22 @@ def loop() -> LeapingLoop:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine runs on a loop of its own, the one that it asked for or a new one."""
+    """A test that is a coroutine runs on a loop of its own, the one that it asked for or a new one. Of its fixtures,
+    async context managers are entered there."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
     factory = (lambda: arguments["loop"]) if "loop" in arguments else None
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for name, value in arguments.items():
+                if isinstance(value, contextlib.AbstractAsyncContextManager):
+                    arguments[name] = await stack.enter_async_context(value)
+            await pyfuncitem.obj(**arguments)
+
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(pyfuncitem.obj(**arguments))
+        runner.run(run())
     return True
 
 
