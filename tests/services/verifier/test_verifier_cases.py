@@ -10,7 +10,7 @@ import pytest
 
 from moot.core.errors import InvalidRequest, NoCapacity, UnknownSession
 from moot.core.types import ROOT, Draft, FinishReason, SamplingParams
-from services.verifier.commands import Abort, Failed, Finish, Open, Opened, Verified, Verify
+from services.verifier.commands import Abort, Command, Failed, Finish, Open, Opened, Verified, Verify
 from services.verifier.engine import Engine
 from services.verifier.sessions import PendingWork
 from tests.services.verifier.local_sessions import Talk, talk, verified
@@ -42,19 +42,25 @@ def test_a_late_or_doubled_command_changes_nothing(make_engine: MakeEngine) -> N
     assert dropped.labels(role="router", reason="doubled_open")._value.get() == 1
 
 
-@pytest.mark.parametrize("wrong", [Verify(1, 1, 3, Draft()), Open(1, "a", (5,), GREEDY)])
-def test_sides_that_disagree_about_a_session_end_it_and_no_other(make_engine: MakeEngine, wrong: Verify | Open) -> None:
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [[Open(1, "a", (5,), GREEDY)], [Verify(1, 1, 3, Draft())]],
+        [[Open(1, "a", (5,), GREEDY), Verify(1, 1, 1, Draft())]],
+    ],
+    ids=("another base length", "before the answer"),
+)
+def test_sides_that_disagree_about_a_session_end_it_and_no_other(
+    make_engine: MakeEngine, frames: list[list[Command]]
+) -> None:
     """C06: another base length, or a verify before the last answer, which cannot know it: INVALID; the other session is
     untouched."""
     engine = make_engine()
     text = one(engine, [5], GREEDY).output_token_ids
     with Talk(engine) as stream:
         stream.ask(Open(2, "b", (5,), GREEDY))
-        if isinstance(wrong, Verify):
-            stream.ask(Open(1, "a", (5,), GREEDY))
-            answers = stream.ask(wrong)
-        else:
-            answers = stream.ask(wrong, Verify(1, 1, 2, Draft()))
+        for frame in frames:
+            answers = stream.ask(*frame)
         assert [(one.session_id, one.error) for one in answers if isinstance(one, Failed)] == [(1, InvalidRequest)]
         assert len(answers) == 1
         (other,) = verified(stream.ask(Verify(2, 1, 2, Draft.chain(text[1:4]))))
