@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -76,7 +76,9 @@ def test_c04_batch_of_32_with_different_acceptance(make: Make, loaded: LoadedMod
     num_requests = 32 if make is plain_runner else 8
     runner = make(loaded, num_requests * 1024 * 2, mode)
     lengths = [500 + 3 * index if index % 2 else 3 + 5 * index % 37 for index in range(num_requests)]
-    pairs = [opened_twice(runner, random_ids(length, seed=length)) for length in lengths]
+    pairs = [(runner.new_cache(), runner.new_cache()) for _ in lengths]
+    for pair, length in zip(pairs, lengths, strict=True):
+        begin(runner, pair, random_ids(length, seed=length))
     for round_index in range(4):
         inputs: list[tuple[list[int], list[int] | None]] = []
         for index in range(num_requests):
@@ -93,17 +95,21 @@ def test_c04_batch_of_32_with_different_acceptance(make: Make, loaded: LoadedMod
             kept = range(1 + (index + round_index) % len(ids)) if tree is None else [0, 2][: 1 + (len(ids) > 2)]
             for cache in pairs[index]:
                 cache.commit(kept)
-        for cache in pairs[round_index]:
+        # In the other order: what one of them left to be moved must not reach the other, which has its room now.
+        ended = pairs[4 * round_index % num_requests][::-1]
+        for cache in ended:
             cache.free()
-        pairs[round_index] = opened_twice(runner, random_ids(40, seed=round_index))
+        begin(runner, ended, random_ids(40, seed=round_index))
     for pair in pairs:
         for cache in pair:
             cache.free()
     assert runner.pool.used_tokens == 0
 
 
-def opened_twice(runner: ModelRunner, prompt: list[int]) -> tuple[KvCache, KvCache]:
-    return run_chunks(runner, prompt, [])[1], run_chunks(runner, prompt, [])[1]
+def begin(runner: ModelRunner, caches: Iterable[KvCache], prompt: list[int]) -> None:
+    for cache in caches:
+        runner.forward([SequenceInput(cache, prompt, None, [])])
+        cache.commit(range(len(prompt)))
 
 
 def test_limits_are_refused_before_anything_changes(make: Make, loaded: LoadedModel) -> None:
