@@ -35,7 +35,7 @@ from moot.drafters.neural.draft_model import COUPLED, DraftModelOptions, draftin
 from moot.model.loading.load import LoadedModel
 from moot.model.runner import ModelRunner
 from moot.model.sampling.logits import gumbel_rows, one_minus_uniform
-from moot.model.sampling.sampler import Sampler
+from moot.model.sampling.sampler import Sampler, has_rules
 from moot.shipped import locate
 
 _MOST_OF_NUCLEUS = 128
@@ -60,19 +60,9 @@ class Place:
         return self.length + len(self.path)
 
     @property
-    def num_output(self) -> int:
-        return self.history.num_output + len(self.path)
-
-    @property
     def has_rules(self) -> bool:
         """Whether more than temperature and filters decides."""
-        params = self.params
-        return (
-            bool(params.logit_bias)
-            or params.allowed_token_ids is not None
-            or params.has_penalties
-            or self.num_output < params.min_tokens
-        )
+        return has_rules(self.params, self.history.num_output + len(self.path))
 
 
 class HeadDraws:

@@ -187,19 +187,10 @@ class NeuralDrafting:
 
         `logits`: [len(paths), vocab], one row per path.
         """
-        tokens: list[int | None] = self._sampler.greedy_rows(logits)
-        for index, (session, path) in enumerate(paths):
-            if tokens[index] is not None and self._sampler.needs_row(session.params, 0):
-                past = session.history
-                supposed = session.tokens[len(session.tokens) - session.num_tentative :]
-                history = None if past is None else past.with_path([*supposed, *(token for token, _ in path)])
-                (tokens[index],) = self._sampler.draft_tokens(
-                    logits[index : index + 1],
-                    [session.params],
-                    [len(session.tokens) + len(path)],
-                    None if history is None else [history],
-                    self._sharpen,
-                )
+        positions = [len(session.tokens) + len(path) for session, path in paths]
+        histories = [session.history_with([token for token, _ in path]) for session, path in paths]
+        params = [session.params for session, _ in paths]
+        tokens = self._sampler.draft_tokens(logits, params, positions, histories, self._sharpen)
         shares = self._sampler.probabilities(logits, [token or 0 for token in tokens])
         return [
             None if token is None or not share >= self._min_confidence else (token, round(255 * share))
