@@ -11,16 +11,18 @@ Sizes are rounded up to few values, so that recorded graphs fit many steps. Padd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moot.core.errors import NoCapacity
 from moot.model.cache.contiguous import PAGE_SLOTS, round_up
 from moot.model.cache.kv_cache import Pending, is_chain, paths
-from moot.model.gpu.pool import PagedCache, PagedPool, Scratch
+from moot.model.gpu.pool import PagedCache, PagedPool
 
 WAVE_PAGES = 16
 """Pages before its own that a row attends to at once; more are taken in waves of this many."""
@@ -45,10 +47,10 @@ class Sizes:
 class Wave:
     """Attention to pages before the rows' own: sequence p * groups + g is group g against the wave's page p."""
 
+    first_page: int
     cu_rows: Tensor  # int32 [pages * groups + 1], in rows of the step repeated per page
     cu_keys: Tensor  # int32 [pages * groups + 1], first slot of the page; the last entry means nothing
     used: Tensor  # int32 [pages * groups], 512 or 0
-    first_page: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class DevicePlan:
     """A step's layout as views of the uploaded integers. int64, except what the attention kernel reads (int32)."""
 
     sizes: Sizes
+    waves: tuple[Wave, ...]
     token_ids: Tensor  # [rows]
     positions: Tensor  # [rows]
     slots: Tensor  # [rows], where keys and values go
@@ -67,7 +70,6 @@ class DevicePlan:
     cu_keys: Tensor  # int32 [groups + 1], first slot of the group's own page; the last entry means nothing
     used: Tensor  # int32 [groups]
     first_position: Tensor  # [groups], position of the first slot of the group's own page
-    waves: tuple[Wave, ...]
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class _Group:
 
 @dataclass(slots=True)
 class HostPlan:
-    """What `Planner.add` collects. `row_of[i][j]`: row of the step that token j of request i has."""
+    """What `Planner.add` collects. `copies`: slots to copy from and to, before the step attends."""
 
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -96,7 +98,7 @@ class Planner:
 
     def __init__(self, pool: PagedPool, row_multiple: int = 1) -> None:
         self._pool = pool
-        self._scratch = Scratch(pool)
+        self._next_scratch = pool.scratch_start
         self._row_multiple = row_multiple
         self.host = HostPlan()
 
@@ -140,33 +142,35 @@ class Planner:
                 committed = cache.slots(begin, max(begin, min(end, length)))
                 own = slots[path[max(0, begin - length) : max(0, end - length)]]
                 sources = np.concatenate((committed, own))
-                touched.append(self._scratch.take(len(sources)))
-                self.host.copies.append((sources, np.arange(touched[-1], touched[-1] + len(sources))))
+                touched.append(self._take_scratch(len(sources)))
+                self.host.copies.append((sources, np.arange(touched[-1], self._next_scratch)))
             for page, rows in _by_page(new, [length + depths[node] for node in new]):
                 pages = [*starts, *touched[: page - first_touched + 1]]
                 yield _Group(rows, length + depths[rows[0]], pages)
 
+    def _take_scratch(self, num_slots: int) -> int:
+        """First of `num_slots` slots in a row of the scratch area. Raises NoCapacity."""
+        first, self._next_scratch = self._next_scratch, self._next_scratch + num_slots
+        if self._next_scratch > self._pool.trash:
+            raise NoCapacity("the trees of one step need more scratch slots than there are")
+        return first
+
     def finish(self, exact: bool) -> tuple[Sizes, np.ndarray]:
         """The sizes and the integers to upload. `exact`: round nothing up, for steps that no graph is kept for."""
-        host, count = self.host, len(self.host.token_ids)
-        copies = sum(len(sources) for sources, _ in host.copies)
+        host = self.host
+        rows: Callable[[int], int] = int if exact else _round_rows
+        power: Callable[[int], int] = int if exact else _power
         most_pages = max(len(group.page_starts) - 1 for group in host.groups)
-        waves = -(-most_pages // WAVE_PAGES)
-        pages = min(most_pages, WAVE_PAGES)
-        # One group more than there are: it takes the padding rows.
-        most_rows = max(len(group.rows) for group in host.groups)
-        sizes = Sizes(count, len(host.groups) + 1, most_rows, pages, waves, copies, len(host.logit_rows))
-        if not exact:
-            sizes = Sizes(
-                _round_rows(count),
-                _power(sizes.groups),
-                _power(most_rows),
-                _power(pages),
-                waves,
-                _power(copies),
-                _round_rows(sizes.logit_rows),
-            )
-        sizes = replace(sizes, rows=round_up(sizes.rows, self._row_multiple))
+        sizes = Sizes(
+            rows=round_up(rows(len(host.token_ids)), self._row_multiple),
+            # One group more than there are: it takes the padding rows.
+            groups=power(len(host.groups) + 1),
+            group_rows=power(max(len(group.rows) for group in host.groups)),
+            pages=power(min(most_pages, WAVE_PAGES)),
+            waves=-(-most_pages // WAVE_PAGES),
+            copies=power(sum(len(sources) for sources, _ in host.copies)),
+            logit_rows=rows(len(host.logit_rows)),
+        )
         return sizes, self._pack(sizes)
 
     def _pack(self, sizes: Sizes) -> np.ndarray:
@@ -213,51 +217,19 @@ class Planner:
 
 def unpack(sizes: Sizes, packed: Tensor) -> DevicePlan:
     """Views of `packed` (int64, on the device); the kernel's own arguments are cast."""
-    at = 0
-
-    def next_part(count: int) -> Tensor:
-        nonlocal at
-        at += count
-        return packed[at - count : at]
-
-    rows, groups, pairs = sizes.rows, sizes.groups, sizes.pages * sizes.groups
-    token_ids, positions, slots, group_of_row = (next_part(rows) for _ in range(4))
-    logit_rows, copy_from, copy_to = next_part(sizes.logit_rows), next_part(sizes.copies), next_part(sizes.copies)
-    cu_rows, cu_keys, used = (next_part(count).to(torch.int32) for count in (groups + 1, groups + 1, groups))
-    first_position = next_part(groups)
-    waves = []
-    for wave in range(sizes.waves):
-        parts = [next_part(count).to(torch.int32) for count in (pairs + 1, pairs + 1, pairs)]
-        waves.append(Wave(parts[0], parts[1], parts[2], wave * WAVE_PAGES))
-    return DevicePlan(
-        sizes,
-        token_ids,
-        positions,
-        slots,
-        group_of_row,
-        logit_rows,
-        copy_from,
-        copy_to,
-        cu_rows,
-        cu_keys,
-        used,
-        first_position,
-        tuple(waves),
-    )
+    groups, pairs = sizes.groups, sizes.pages * sizes.groups
+    own = [*[sizes.rows] * 4, sizes.logit_rows, *[sizes.copies] * 2, groups + 1, groups + 1, groups, groups]
+    parts = list(packed.split([*own, *[pairs + 1, pairs + 1, pairs] * sizes.waves]))
+    for at in (7, 8, 9, *range(11, len(parts))):
+        parts[at] = parts[at].to(torch.int32)
+    waves = [Wave(wave * WAVE_PAGES, *parts[11 + 3 * wave : 14 + 3 * wave]) for wave in range(sizes.waves)]
+    return DevicePlan(sizes, tuple(waves), *parts[:11])
 
 
 def _by_page(nodes: Sequence[int], positions: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
     """Consecutive nodes of one page each, with the page's index."""
-    rows: list[int] = []
-    page = -1
-    for node, position in zip(nodes, positions, strict=True):
-        if rows and position // PAGE_SLOTS != page:
-            yield page, rows
-            rows = []
-        page = position // PAGE_SLOTS
-        rows.append(node)
-    if rows:
-        yield page, rows
+    for page, found in groupby(zip(nodes, positions, strict=True), lambda pair: pair[1] // PAGE_SLOTS):
+        yield page, [node for node, _ in found]
 
 
 def _padded(values: Sequence[int] | np.ndarray, size: int, filler: int) -> np.ndarray:
