@@ -47,14 +47,6 @@ class Successors(NamedTuple):
     total: int
 
 
-def context_key(context: Sequence[int]) -> int:
-    """The ids packed into one number; at most MAX_ORDER of them."""
-    key = 0
-    for token in context:
-        key = (key << _BITS) | token
-    return key
-
-
 @dataclass(frozen=True, slots=True)
 class _Order:
     """Contexts of one length: `keys` [rows] uint64 ascending; row r has entries starts[r] to starts[r + 1]."""
@@ -81,7 +73,7 @@ class NgramTable:
         if max(context) >= MAX_VOCAB_SIZE:
             return None
         order = self._orders[len(context) - 1]
-        key = np.uint64(context_key(context))
+        key = np.uint64(_packed(context, _BITS))
         row = int(order.keys.searchsorted(key))
         if row == len(order.keys) or order.keys[row] != key:
             return None
@@ -245,7 +237,7 @@ class NgramDrafter(ModelFreeDrafter[NgramSession]):
         for index in range(first_new, len(tokens)):
             token = tokens[index]
             for size in range(self._min_order, min(self._max_order, index) + 1):
-                key = _key(tokens[index - size : index])
+                key = _packed(tokens[index - size : index], _ID_BITS, 1)
                 followers = learned.get(key)
                 if followers is None:
                     learned[key] = token
@@ -294,7 +286,7 @@ class NgramDrafter(ModelFreeDrafter[NgramSession]):
     def _successors(self, session: NgramSession, context: Sequence[int], width: int) -> Successors | None:
         if self._table is not None:
             return self._table.lookup(context)
-        followers = session.learned.get(_key(context))
+        followers = session.learned.get(_packed(context, _ID_BITS, 1))
         if followers is None:
             return None
         if isinstance(followers, int):
@@ -309,11 +301,10 @@ class NgramDrafter(ModelFreeDrafter[NgramSession]):
         session.tokens, session.learned = array("I"), {}
 
 
-def _key(context: Sequence[int]) -> int:
-    """The ids packed below a leading one, so that contexts of different lengths are different numbers."""
-    key = 1
+def _packed(context: Sequence[int], bits: int, key: int = 0) -> int:
+    """The ids in one number, below `key`: with a leading one contexts of different lengths are different numbers."""
     for token in context:
-        key = (key << _ID_BITS) | token
+        key = (key << bits) | token
     return key
 
 

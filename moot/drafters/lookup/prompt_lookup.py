@@ -19,6 +19,7 @@ import numpy as np
 from moot.core.options import option
 from moot.core.types import Proposal
 from moot.drafters.interface import DrafterOptions, ModelFreeDrafter, PrefixSession, require
+from moot.drafters.lookup.matching import occurrences
 
 MAX_NGRAM = 8
 
@@ -78,20 +79,8 @@ def latest_followers(tokens: array[int], max_size: int) -> list[int]:
 
     For n = 1, 2, ... as long as there is one, up to `max_size`.
     """
-    ids = np.frombuffer(tokens, dtype=np.uint32)
-    indices = np.arange(1, 1)
-    found: list[int] = []
-    for size in range(1, min(max_size, len(tokens) - 1) + 1):
-        wanted = tokens[-size]
-        if size == 1:
-            indices = np.flatnonzero(ids[:-1] == wanted) + 1
-        else:
-            indices = indices[indices >= size]
-            indices = indices[ids[indices - size] == wanted]
-        if not len(indices):
-            break
-        found.append(int(indices[-1]))
-    return found
+    earlier = np.frombuffer(tokens, dtype=np.uint32)[:-1]
+    return [int(indices[-1]) for indices in occurrences(earlier, tokens[-max_size:])]
 
 
 def copy_from(tokens: Sequence[int], index: int, num_tokens: int) -> tuple[int, ...]:
