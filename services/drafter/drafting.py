@@ -73,19 +73,16 @@ class AnswerQueue:
     """Answers on their way to their streams. Not thread-safe: the engine's thread only."""
 
     def __init__(self) -> None:
-        self._answers: dict[int, list[Answer]] = {}
-        self._streams: dict[int, Stream] = {}
+        self._answers: dict[Stream, list[Answer]] = {}
 
     def put(self, stream: Stream, answer: Answer) -> None:
-        self._streams[id(stream)] = stream
-        self._answers.setdefault(id(stream), []).append(answer)
+        self._answers.setdefault(stream, []).append(answer)
 
     def deliver(self) -> None:
         """Each stream gets its answers in one piece."""
-        for key, answers in self._answers.items():
-            self._streams[key].deliver(answers)
+        for stream, answers in self._answers.items():
+            stream.deliver(answers)
         self._answers.clear()
-        self._streams.clear()
 
 
 FLAT_ROWS = 16
@@ -204,12 +201,11 @@ class Drafting:
         return batch
 
     def _draft_for(self, batch: Sequence[DrafterSession]) -> None:
-        new = [session for session in batch if session.ask is not None and not session.ask.started_ns]
-        if wait_s := delay_s([session.request_id for session in new]):
+        new = [(s.request_id, s.ask) for s in batch if s.ask is not None and not s.ask.started_ns]
+        if wait_s := delay_s([request_id for request_id, _ in new]):
             self._stopping.wait(wait_s)
-        for session in new:
-            if session.ask is not None:
-                session.ask.started_ns = time.monotonic_ns()
+        for _, ask in new:
+            ask.started_ns = time.monotonic_ns()
         stepwise = [session for session in batch if self._drafter.is_stepwise and self._bounded(session).width == 1]
         whole = [session for session in batch if session not in stepwise]
         if whole:
