@@ -24,6 +24,7 @@ from moot.core.options import option, option_of
 from moot.core.types import Proposal
 from moot.drafters.interface import (
     MAX_VOCAB_SIZE,
+    Candidates,
     IndexingOptions,
     ModelFreeDrafter,
     PrefixSession,
@@ -208,6 +209,7 @@ class NgramSession(PrefixSession):
 
 class NgramDrafter(ModelFreeDrafter[NgramSession]):
     kind = "ngram"
+    new_session = NgramSession
 
     def __init__(self, options: NgramOptions) -> None:
         super().__init__(options)
@@ -217,10 +219,7 @@ class NgramDrafter(ModelFreeDrafter[NgramSession]):
         self._min_order = options.min_order
         self._window = options.max_indexed_tokens
 
-    def new_session(self) -> NgramSession:
-        return NgramSession()
-
-    def append(self, session: NgramSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]) -> None:
+    def append(self, session: NgramSession, token_ids: Sequence[int], top_candidates: Candidates) -> None:
         first_new = len(session.tokens)
         session.tokens.extend(token_ids)
         if self._table is not None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.interface import DrafterOptions, ModelFreeDrafter, PrefixSession, require
+from moot.drafters.interface import Candidates, DrafterOptions, ModelFreeDrafter, PrefixSession, require
 from moot.drafters.lookup.matching import occurrences
 
 MAX_NGRAM = 8
@@ -40,17 +40,13 @@ class PromptLookupSession(PrefixSession):
 
 class PromptLookupDrafter(ModelFreeDrafter[PromptLookupSession]):
     kind = "prompt_lookup"
+    new_session = PromptLookupSession
 
     def __init__(self, options: PromptLookupOptions) -> None:
         super().__init__(options)
         self._sizes = range(options.min_ngram, options.max_ngram + 1)
 
-    def new_session(self) -> PromptLookupSession:
-        return PromptLookupSession()
-
-    def append(
-        self, session: PromptLookupSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]
-    ) -> None:
+    def append(self, session: PromptLookupSession, token_ids: Sequence[int], top_candidates: Candidates) -> None:
         session.tokens.extend(token_ids)
 
     def chains(self, session: PromptLookupSession, num_tokens: int, width: int) -> Iterator[Proposal]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.interface import IndexingOptions, ModelFreeDrafter, PrefixSession, window_start
+from moot.drafters.interface import Candidates, IndexingOptions, ModelFreeDrafter, PrefixSession, window_start
 from moot.drafters.lookup.datastore import DEPTH, Datastore
 from moot.shipped import locate
 
@@ -137,6 +137,7 @@ class SuffixSession(PrefixSession):
 
 class SuffixDrafter(ModelFreeDrafter[SuffixSession]):
     kind = "suffix"
+    new_session = SuffixSession
 
     def __init__(self, options: SuffixOptions) -> None:
         super().__init__(options)
@@ -146,10 +147,7 @@ class SuffixDrafter(ModelFreeDrafter[SuffixSession]):
         self._datastore = Datastore(locate(options.datastore)) if options.datastore else None
         self.tokenizer_fingerprint = self._datastore.tokenizer_fingerprint if self._datastore else ""
 
-    def new_session(self) -> SuffixSession:
-        return SuffixSession()
-
-    def append(self, session: SuffixSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]) -> None:
+    def append(self, session: SuffixSession, token_ids: Sequence[int], top_candidates: Candidates) -> None:
         session.tokens.extend(token_ids)
         start = window_start(session.length, self._window)
         if start != session.start:

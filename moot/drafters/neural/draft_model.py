@@ -15,7 +15,7 @@ from moot.core.history import History
 from moot.core.noise import choice_seed
 from moot.core.options import option, option_of
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.interface import Ask, ConfidenceOptions, Drafter
+from moot.drafters.interface import Ask, Candidates, ConfidenceOptions, Drafter
 from moot.drafters.neural.neural_sessions import Drafted, NeuralSession, SessionFeed
 from moot.model.backend import choose_runner
 from moot.model.compute import ComputeOptions, TorchOptions
@@ -97,9 +97,7 @@ class DraftModelDrafter(Drafter[NeuralSession]):
             session.commit(prefix)
         return session
 
-    def extend(
-        self, session: NeuralSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
-    ) -> None:
+    def extend(self, session: NeuralSession, token_ids: Sequence[int], top_candidates: Candidates = ()) -> None:
         if token_ids:
             session.commit(token_ids)
 

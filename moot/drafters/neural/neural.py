@@ -17,7 +17,7 @@ from typing import Any
 from moot.core.errors import ConfigError
 from moot.core.options import option
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.interface import Ask, Drafter, PathAsk
+from moot.drafters.interface import Ask, Candidates, Drafter, PathAsk
 from moot.drafters.neural.draft_model import DraftModelDrafter, DraftModelOptions, as_chain
 from moot.drafters.neural.neural_sessions import NeuralSession
 from moot.drafters.neural.stages import GuessingStage
@@ -72,9 +72,7 @@ class NeuralDrafter(DraftModelDrafter):
             session.stage = self._stage.drafter.open(prefix, params)
         return session
 
-    def extend(
-        self, session: NeuralSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
-    ) -> None:
+    def extend(self, session: NeuralSession, token_ids: Sequence[int], top_candidates: Candidates = ()) -> None:
         super().extend(session, token_ids, top_candidates)
         if token_ids and self._stage is not None:
             self._stage.drafter.extend(session.stage, token_ids, top_candidates)

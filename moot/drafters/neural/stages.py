@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.interface import Ask, Drafter, PathAsk
+from moot.drafters.interface import Ask, Candidates, Drafter, PathAsk
 from moot.drafters.neural.neural_sessions import NeuralSession
 from moot.model.cache.contiguous import PAGE_SLOTS, KvPool
 
@@ -69,9 +69,7 @@ class FirstOf(Drafter[tuple[Any, Any]]):
         first, other = self._both
         return first.open(prefix, params), other.open(prefix, params)
 
-    def extend(
-        self, session: tuple[Any, Any], token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
-    ) -> None:
+    def extend(self, session: tuple[Any, Any], token_ids: Sequence[int], top_candidates: Candidates = ()) -> None:
         for drafter, own in zip(self._both, session, strict=True):
             drafter.extend(own, token_ids, top_candidates)
 
