@@ -65,7 +65,9 @@ class Segment:
     cache: SequenceCache
     start: int
     count: int
-    is_chain: bool
+    parents: Sequence[int]
+    tree_kv: Tensor | None
+    """As of the cache's pending tokens, which these are."""
     tiles: list[Tile]
 
 
@@ -92,20 +94,19 @@ def plan_segment(
     cache: SequenceCache, start: int, parents: Sequence[int], depths: Sequence[int], rules: RowRules
 ) -> Segment:
     """Lay out one request's tokens and make them the cache's pending ones. The cache must have room for them."""
-    count, device = len(parents), cache.data.device
-    groups: list[tuple[list[int], list[int] | None]]
-    chain = is_chain(depths)
-    if chain:
-        cache.pending = Pending(parents, None)
-        groups = [(list(range(count)), None)]
-    else:
+    count, device, tree_kv = len(parents), cache.data.device, None
+    if not is_chain(depths):
         layers, two, _, heads, dim = cache.data.shape
-        cache.pending = Pending(parents, cache.data.new_zeros(layers, two, count, heads, dim))
-        groups = [(new, path) for path, new in paths(parents)]
+        tree_kv = cache.data.new_zeros(layers, two, count, heads, dim)
+    cache.pending = Pending(parents, tree_kv)
+    tiles: list[Tile] = []
+    segment = Segment(cache, start, count, parents, tree_kv, tiles)
     if rules.by_row:
-        return Segment(cache, start, count, chain, [])
+        return segment
+    groups: list[tuple[list[int], list[int] | None]] = [(list(range(count)), None)]
+    if tree_kv is not None:
+        groups = [(new, path) for path, new in paths(parents)]
     groups = [(rows, path) for whole, path in groups for rows in _pieces(whole, cache.length + depths[whole[0]], rules)]
-    tiles = []
     for rows, path in groups:
         last = depths[rows[-1]]
         kv_length = cache.length + last + 1
@@ -119,7 +120,7 @@ def plan_segment(
         else:
             index = torch.tensor([start + row for row in padded], device=device)
             tiles.append(Tile(index, len(rows), positions, kv_length, torch.tensor(path, device=device)))
-    return Segment(cache, start, count, chain, tiles)
+    return segment
 
 
 def num_step_rows(segments: Sequence[Segment], rules: RowRules) -> int:

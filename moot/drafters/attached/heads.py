@@ -252,7 +252,9 @@ class HeadsDrafter(AttachedDrafter):
             live, kept = self._lengthen(live, states, chains)
             if live and kept != list(range(len(states))):
                 states = states[torch.tensor(kept, device=self._device)]
-        return [[_chain(row) for row in chains[id(ask)] if row.path] for ask in asks]
+        return [
+            [Proposal(tuple(row.path), tuple(row.confidences)) for row in chains[id(ask)] if row.path] for ask in asks
+        ]
 
     def _goal(self, ask: AttachedAsk) -> int:
         room = self._options.context_limit - len(ask.token_ids)
@@ -317,7 +319,3 @@ def _problem_of(head: RecurrentHead, config: dict[str, Any], loaded: LoadedModel
     if theirs not in (None, loaded.info.tokenizer_fingerprint):
         return f"it was made for tokenizer {theirs}, the target has {loaded.info.tokenizer_fingerprint}"
     return None
-
-
-def _chain(row: _Row) -> Proposal:
-    return Proposal(tuple(row.path), tuple(row.confidences))

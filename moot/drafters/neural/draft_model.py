@@ -90,8 +90,7 @@ class DraftModelDrafter(Drafter[NeuralSession]):
         # min_tokens and the penalties over the output need to know where the prompt ends, which no proposal is worth.
         drawn = drafting_params(params, self._draws)
         own = replace(drawn, min_tokens=0, presence_penalty=0.0, frequency_penalty=0.0)
-        session = NeuralSession(own, self._runner.new_cache())
-        session.history = History(()) if own.has_penalties else None
+        session = NeuralSession(own, self._runner.new_cache(), history=History(()) if own.has_penalties else None)
         self._feed.add(session)
         if prefix:
             session.commit(prefix)

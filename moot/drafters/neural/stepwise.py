@@ -53,24 +53,23 @@ class NeuralDrafting:
             fit = [s for s, _ in goals if not s.stopped and not (id(s) in ahead and s.num_missing > 0)]
             guesses = [()] * len(fit) if self._stage is None else self._stage.guesses(fit)
             work = [(session, session.last_id(guess)) for session, guess in zip(fit, guesses, strict=True)]
-            rows: list[Tensor] = []
-            fed: list[tuple[NeuralSession, tuple[int, ...]]] = []
-            for (session, _, logits), guess in zip(self._feed.forward(work, asked, ahead), guesses, strict=True):
-                if logits is not None:
-                    rows.append(logits)
-                    fed.append((session, guess))
-            unfed = ahead.difference(id(session) for session, _ in fed)
+            fed = [
+                (session, guess, logits)
+                for (session, _, logits), guess in zip(self._feed.forward(work, asked, ahead), guesses, strict=True)
+                if logits is not None
+            ]
+            unfed = ahead.difference(id(session) for session, _, _ in fed)
             goals = [(session, goal) for session, goal in goals if id(session) not in unfed]
-            self._take(fed, rows)
+            self._take(fed)
 
     def _goes_on(self, session: NeuralSession) -> bool:
         return not session.stopped and num_likely(session.ahead, self._least) == len(session.ahead)
 
-    def _take(self, fed: Sequence[tuple[NeuralSession, tuple[int, ...]]], rows: Sequence[Tensor]) -> None:
+    def _take(self, fed: Sequence[tuple[NeuralSession, Sequence[int], Tensor]]) -> None:
         """Sessions that were fed their path's end and a guess, with the rows of both."""
         single: list[NeuralSession] = []
         ends: list[Tensor] = []
-        for (session, guess), logits in zip(fed, rows, strict=True):
+        for session, guess, logits in fed:
             if guess:
                 self._go_along(session, guess, logits)
             else:

@@ -40,8 +40,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: i
 def _places(segment: Segment) -> tuple[Tensor, ...]:
     """Where the keys and values of a segment's rows go in each layer, [2, rows, kv_heads, dim]."""
     cache = segment.cache
-    if cache.pending is not None and cache.pending.tree_kv is not None:
-        return cache.pending.tree_kv.unbind(0)
+    if segment.tree_kv is not None:
+        return segment.tree_kv.unbind(0)
     return cache.data[:, :, cache.length : cache.length + segment.count].unbind(0)
 
 
@@ -66,10 +66,10 @@ class _Attended:
             self.output = mixed[tile.own_rows].transpose(0, 1)
         else:
             self.index, self.queries, self.output = tile.rows, queries, mixed
-        pending, length = segment.cache.pending, segment.cache.length
-        if tile.path is not None and pending is not None and pending.tree_kv is not None:
+        if tile.path is not None and segment.tree_kv is not None:
+            length = segment.cache.length
             tail = slots[:, :, :, length : length + len(tile.path)]
-            self.moved = pending.tree_kv.transpose(2, 3).unbind(0), tail.unbind(0), tile.path
+            self.moved = segment.tree_kv.transpose(2, 3).unbind(0), tail.unbind(0), tile.path
 
     def mask(self, window: int | None, group: int) -> Tensor:
         """The additive mask of the tile, [rows * group, kv_length]."""

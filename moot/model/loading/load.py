@@ -26,12 +26,7 @@ from moot.model.loading.drivable import prove_drivable
 from moot.shipped import cache_dir
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16")
 """Instructions with which products in bfloat16 are faster than in float32. Others may have such, too (ARM's `bf16`):

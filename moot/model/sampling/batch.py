@@ -21,6 +21,7 @@ from moot.core.history import History, HistoryOnPath
 from moot.core.noise import position_key
 from moot.core.sampling import MASKED, weight_bits
 from moot.core.types import SamplingParams, TokenLogprobs
+from moot.model.gpu.pool import upload
 from moot.model.sampling.logits import first_highest_rows, gumbel_rows
 from moot.model.sampling.sampler import Sampler
 
@@ -73,8 +74,8 @@ class _Sparse:
         """Rows and ids (int64) and values (float64)."""
         ids = np.concatenate(self.ids) if self.ids else np.zeros(0, np.int64)
         values = np.concatenate(self.values) if self.values else np.zeros(0)
-        index = _upload(np.stack((np.array(self.rows, np.int64), ids.astype(np.int64))), device)
-        return index[0], index[1], _upload(values.astype(np.float64), device)
+        index = upload(np.stack((np.array(self.rows, np.int64), ids.astype(np.int64))), device)
+        return index[0], index[1], upload(values.astype(np.float64), device)
 
 
 class BatchSampler:
@@ -133,7 +134,7 @@ class BatchSampler:
         states = torch.empty_like(ids)
         chunks = [others[start : start + ROWS_AT_ONCE] for start in range(0, len(others), ROWS_AT_ONCE)]
         for indices in [*([plain] if plain else []), *chunks]:
-            index = _upload(np.array(indices, dtype=np.int64), rows.device)
+            index = upload(np.array(indices, dtype=np.int64), rows.device)
             own = rows.index_select(0, index)
             found = self._greedy(own) if indices is plain else self._processed(own, [specs[one] for one in indices])
             ids.index_copy_(0, index, found[0])
@@ -162,10 +163,10 @@ class BatchSampler:
                 for spec in specs
             ]
         )
-        temperature, lowest, top_p = _upload(numbers.T.copy(), device)[:, :, None]
+        temperature, lowest, top_p = upload(numbers.T.copy(), device)[:, :, None]
         keys = [position_key(spec.params.seed, spec.position) for spec in specs]
         flags = [(*key, spec.params.top_k, spec.params.is_greedy) for key, spec in zip(keys, specs, strict=True)]
-        low, high, top_k, is_greedy = _upload(np.array(flags, dtype=np.int64).T.copy(), device)
+        low, high, top_k, is_greedy = upload(np.array(flags, dtype=np.int64).T.copy(), device)
         greedy_ids = first_highest_rows(rows)
         if all(spec.params.is_greedy for spec in specs):
             return greedy_ids, torch.where(finite, _FINE, _POISONED)
@@ -210,13 +211,13 @@ class BatchSampler:
             rows[at, ids] += values
         if any(spec.params.allowed_token_ids is not None for spec in specs):
             free = np.array([spec.params.allowed_token_ids is None for spec in specs])
-            kept = _upload(free, device)[:, None].expand(rows.shape).contiguous()
+            kept = upload(free, device)[:, None].expand(rows.shape).contiguous()
             at, ids, _ = allowed.on(device)
             kept[at, ids] = True
             rows.masked_fill_(~kept, MASKED)
         if counts.rows:
             at, ids, times = counts.on(device)
-            repetition, frequency, presence = _upload(np.array(rates).T.copy(), device)[:, at]
+            repetition, frequency, presence = upload(np.array(rates).T.copy(), device)[:, at]
             old = rows[at, ids]
             new = torch.where(old > 0, old / repetition, old * repetition)
             # Each operation rounds by itself, as in the reference: nothing may contract them.
@@ -289,8 +290,3 @@ def _drawn(token: int, spec: RowSpec, extra: Tensor, width: int) -> Drawn:
     if spec.num_top is not None:
         logprobs = TokenLogprobs(logprob, rank, tuple(zip(ids, values, strict=True))[: spec.num_top])
     return Drawn(token, logprobs, tuple(ids[: spec.num_candidates]))
-
-
-def _upload(values: np.ndarray, device: torch.device) -> Tensor:
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -103,8 +103,6 @@ class Sampler:
 
     def greedy_rows(self, logits: Tensor) -> list[int | None]:
         """For each row of `logits` [rows, vocab_padded] the lowest id of its highest logit, None for a poisoned row."""
-        if logits.shape[0] == 0:
-            return []
         rows = logits[:, : self.vocab_size]
         ids = first_highest_rows(rows)
         finite = rows.gather(1, ids[:, None])[:, 0].isfinite()
