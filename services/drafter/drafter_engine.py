@@ -167,5 +167,5 @@ class DrafterEngine:
             self._drafting.go_on(session)
             return
         expires_at = now + command.deadline_ms / 1000 if command.deadline_ms else None
-        session.ask = PendingAsk(command, expires_at)
+        session.ask = PendingAsk(expires_at)
         self._drafting.begin(session)

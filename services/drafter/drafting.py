@@ -251,8 +251,8 @@ class Drafting:
                 session.path.goal = 0
 
     def _bounded(self, session: DrafterSession) -> Ask[Any]:
-        assert session.ask is not None
-        command = session.ask.command
+        assert session.asked is not None
+        command = session.asked
         num_tokens = min(command.num_speculative_tokens, self._config.max_speculative_tokens)
         return Ask(session.held, num_tokens, min(command.width, self._config.max_width))
 
@@ -285,12 +285,12 @@ class Drafting:
 
     def _answer(self, session: DrafterSession, chains: list[Proposal]) -> None:
         assert session.ask is not None
-        ask, session.ask = session.ask, None
+        assert session.asked is not None
+        command, ask, session.ask = session.asked, session.ask, None
         self.table.waiting.pop(id(session), None)
         drafted_ns = time.monotonic_ns() - ask.started_ns if ask.started_ns else 0
         if drafted_ns:
             self._metrics.draft_seconds.observe(drafted_ns / 1e9)
-        command = ask.command
         chains = corrupted(chains, command, session.request_id, self._vocab_size)
         answer = Proposed(command.session_id, command.round_index, command.base_length, tuple(chains), drafted_ns)
         self._answer_queue.put(session.stream, answer)

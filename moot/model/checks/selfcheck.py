@@ -148,11 +148,8 @@ def _with_branches(token_ids: Sequence[int], branches: int) -> tuple[list[int], 
     parents: list[int] = []
     path: list[int] = []
     for place, token_id in enumerate(token_ids):
-        parent = path[-1] if path else ROOT
-        if place < branches:
-            ids.append(token_ids[-1 - place])
-            parents.append(parent)
-        path.append(len(ids))
-        ids.append(token_id)
-        parents.append(parent)
+        siblings = [token_ids[-1 - place], token_id] if place < branches else [token_id]
+        ids += siblings
+        parents += [path[-1] if path else ROOT] * len(siblings)
+        path.append(len(ids) - 1)
     return ids, parents, path
