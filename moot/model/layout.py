@@ -15,26 +15,13 @@ from moot.model.rows import RowRules
 STEP_ARGUMENT = "moot_step"
 
 
-def additive_mask(positions: Tensor, kv_length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The mask that is added to scores so that a row sees its own position and, within `window`, those before it: 0 or
-    -inf.
-
-    positions: [..., rows], int64. Returns [..., rows, kv_length].
-    """
-    slots, rows = torch.arange(kv_length, device=positions.device), positions[..., None]
-    hidden = slots > rows
-    if window is not None:
-        hidden |= slots <= rows - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-
-
 @dataclass(slots=True)
 class Tile:
     """Query rows computed by one call. `rows`: their indices in the step, padded: for a chain by the rows that happen
     to follow, for a tree by repetition; `num_rows` of them count. `positions`: one for each of `rows`.
 
-    `path`: pending indices of the whole path whose tail must lie in the slots, None for a chain. Masks are additive,
-    [rows, kv_length], one for each sliding window that a layer asks for (None: full attention).
+    `path`: pending indices of the whole path whose tail must lie in the slots, None for a chain. `masks`: one for each
+    sliding window that a layer asks for (None: full attention).
     """
 
     rows: slice | Tensor
@@ -51,10 +38,17 @@ class Tile:
             return slice(self.rows.start, self.rows.start + self.num_rows)
         return self.rows[: self.num_rows]
 
-    def mask(self, window: int | None, like: Tensor) -> Tensor:
+    def mask(self, window: int | None, like: Tensor, group: int = 1) -> Tensor:
+        """What is added to scores so that a row sees its own position and, within `window`, those before it: 0 or -inf,
+        [rows * group, kv_length]."""
         if window not in self.masks:
-            positions = torch.tensor(self.positions, device=like.device)
-            self.masks[window] = additive_mask(positions, self.kv_length, window, like.dtype)
+            rows = torch.tensor(self.positions, device=like.device).repeat_interleave(group)[:, None]
+            slots = torch.arange(self.kv_length, device=like.device)
+            hidden = slots > rows
+            if window is not None:
+                hidden |= slots <= rows - window
+            zeros = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+            self.masks[window] = zeros.masked_fill_(hidden, -torch.inf)
         return self.masks[window]
 
 

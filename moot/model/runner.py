@@ -31,9 +31,8 @@ class States:
         self._counts: list[int] = []
         self._rows: Tensor | None = None
 
-    def start(self, by_modules: bool = True) -> None:
-        """`by_modules`: the pass is the model's own modules' where it has no decoder."""
-        if by_modules and not self.keeps and self._loaded.decoder is None:
+    def start(self) -> None:
+        if not self.keeps and self._loaded.decoder is None:
             model: Any = self._loaded.model
             model.get_output_embeddings().register_forward_pre_hook(self._on_output_layer)
         self.keeps = True

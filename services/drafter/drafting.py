@@ -35,7 +35,6 @@ from services.drafter.drafter_sessions import DrafterSession, SessionTable, Sett
 _log = logging.getLogger("moot.drafter")
 
 POINT = "drafter.propose"
-FORMS = ("range", "long", "empty", "confidences")
 
 
 def delay_s(request_ids: Sequence[str]) -> float:
@@ -59,14 +58,13 @@ def corrupted(chains: list[Proposal], ask: Propose, request_id: str, vocab_size:
     if found.action == "lie":
         rng = random.Random(ask.base_length)
         return [Proposal(tuple(rng.randrange(vocab_size) for _ in range(length)), (255,) * length)]
-    form = found.argument or FORMS[ask.round_index % len(FORMS)]
-    if form == "range":
-        return [Proposal((vocab_size + 7,) * length, (255,) * length)]
-    if form == "long":
-        return [Proposal((0,) * (3 * length + 1), (255,) * (3 * length + 1))]
-    if form == "empty":
-        return [Proposal((), ())]
-    return [Proposal((0,) * length, (255,) * (length - 1))]
+    forms = {
+        "range": Proposal((vocab_size + 7,) * length, (255,) * length),
+        "long": Proposal((0,) * (3 * length + 1), (255,) * (3 * length + 1)),
+        "empty": Proposal((), ()),
+        "confidences": Proposal((0,) * length, (255,) * (length - 1)),
+    }
+    return [forms[found.argument or list(forms)[ask.round_index % len(forms)]]]
 
 
 class AnswerQueue:

@@ -117,8 +117,8 @@ class HeadDraws:
                 found.append(self._by_sampler(known[index], float(logits[index].logsumexp(0)), place))
                 continue
             picks = zip(row[:count], row[count : 2 * count], row[2 * count :], strict=True)
-            able = [(self._ids[int(column)], share) for column, share, score in picks if math.isfinite(score)]
-            found.append([one for one in able if math.isfinite(one[1])][: place.width])
+            able = [(self._ids[int(at)], share) for at, share, score in picks if math.isfinite(score + share)]
+            found.append(able[: place.width])
         return found
 
     def _scores(self, known: Tensor, places: Sequence[_Row]) -> Tensor:

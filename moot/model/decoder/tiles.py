@@ -48,7 +48,7 @@ def _places(segment: Segment) -> tuple[Tensor, ...]:
 class _Attended:
     """One tile: its queries, what they attend to in each layer, and where the result goes."""
 
-    __slots__ = ("_masks", "_tile", "by_products", "index", "keys", "moved", "output", "queries", "values")
+    __slots__ = ("_tile", "by_products", "index", "keys", "moved", "output", "queries", "values")
 
     def __init__(
         self, segment: Segment, tile: Tile, queries: Tensor, mixed: Tensor, heads: HeadShape, limit: int
@@ -58,7 +58,7 @@ class _Attended:
         attended = slots[:, :, :, : tile.kv_length]
         self.keys, self.values = attended[:, 0].unbind(0), attended[:, 1].unbind(0)
         self.by_products = tile.kv_length <= limit
-        self._tile, self._masks = tile, {}  # type: tuple[Tile, dict[int | None, Tensor]]
+        self._tile = tile
         self.index: Tensor | None = None
         self.moved: tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor] | None = None
         if isinstance(tile.rows, slice):
@@ -71,12 +71,6 @@ class _Attended:
             tail = slots[:, :, :, length : length + len(tile.path)]
             self.moved = segment.tree_kv.transpose(2, 3).unbind(0), tail.unbind(0), tile.path
 
-    def mask(self, window: int | None, group: int) -> Tensor:
-        """The additive mask of the tile, [rows * group, kv_length]."""
-        if window not in self._masks:
-            self._masks[window] = self._tile.mask(window, self.queries).repeat_interleave(group, 0)
-        return self._masks[window]
-
     def attend(self, layer: int, window: int | None, group: int) -> None:
         queries = self.queries
         if self.moved is not None:
@@ -85,7 +79,7 @@ class _Attended:
         if self.index is not None:
             kv_heads, _, _, dim = queries.shape
             queries = queries.index_select(1, self.index).view(kv_heads, -1, dim)
-        mask = self.mask(window, group)
+        mask = self._tile.mask(window, queries, group)
         result = attend(queries, self.keys[layer], self.values[layer], mask, group, self.by_products)
         result = result.view(result.shape[0], -1, group, result.shape[2])
         count = self._tile.num_rows

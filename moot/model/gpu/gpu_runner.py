@@ -160,9 +160,6 @@ class GpuRunner(ModelRunner):
     def can_skip_layers(self) -> bool:
         return True
 
-    def keep_states(self) -> None:
-        self._states.start(by_modules=False)
-
     def _plan_inputs(self, inputs: Sequence[SequenceInput]) -> tuple[Planner, list[tuple[int, int]]]:
         checked = check_inputs(inputs, PagedCache, self.loaded.num_embeddings, self.info.context_limit)
         planner = Planner(self.pool, TILE_ROWS if self.batch_invariant else 1)
