@@ -66,11 +66,8 @@ async def serve(
     drafter, info = await asyncio.wrap_future(worker.submit(lambda: make(config)))
     engine = DrafterEngine(drafter, config, metrics, info.vocab_size)
     description = DescribeDrafterResponse(kind=config.kind, family=drafter.family, model=model_info_to_pb(info))
-    drafter_id = config.drafter_id or config.kind
-    metrics.drafter_info.labels(drafter_id, config.kind).set(1)
-    servicer = DrafterServicer(
-        engine, description, drafter_id, config.service.max_queued_answers, config.link.max_message_bytes
-    )
+    metrics.drafter_info.labels(config.drafter_id or config.kind, config.kind).set(1)
+    servicer = DrafterServicer(engine, config, description)
     server = GrpcServer(config.link, [SERVICE], tls=tls)
     add_DrafterServiceServicer_to_server(servicer, server.server)
     engine.start(worker)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -17,6 +16,7 @@ from moot.rpc import convert
 from moot.rpc.link import FrameQueue, FrameQueueFull
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc as pb_grpc
+from services.drafter.config import DrafterConfig
 from services.drafter.drafter_commands import Ahead, Answer, Close, Command, OpenSession, Propose, Proposed
 from services.drafter.drafter_engine import DrafterEngine
 
@@ -69,12 +69,14 @@ def answer_to_pb(answer: Answer, drafter_id: str) -> pb.DraftAnswer:
 class DraftStream:
     """One peer's stream. `deliver` may be called from any thread; what does not fit any more ends the stream."""
 
-    def __init__(self, drafter_id: str, max_queued_answers: int, max_message_bytes: int) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         self.answers: FrameQueue[pb.DraftAnswer] = FrameQueue(
-            max_queued_answers, max_frame_bytes=max_message_bytes, size_of=lambda answer: answer.ByteSize()
+            config.service.max_queued_answers,
+            max_frame_bytes=config.link.max_message_bytes,
+            size_of=lambda answer: answer.ByteSize(),
         )
         self.overflowed = False
-        self._drafter_id = drafter_id
+        self._drafter_id = config.drafter_id or config.kind
         self._loop = asyncio.get_running_loop()
 
     def deliver(self, answers: Sequence[Answer]) -> None:
@@ -95,17 +97,10 @@ class DraftStream:
 
 
 class DrafterServicer(pb_grpc.DrafterServiceServicer):
-    def __init__(
-        self,
-        engine: DrafterEngine,
-        description: pb.DescribeDrafterResponse,
-        drafter_id: str,
-        max_queued_answers: int,
-        max_message_bytes: int,
-    ) -> None:
+    def __init__(self, engine: DrafterEngine, config: DrafterConfig, description: pb.DescribeDrafterResponse) -> None:
         self._engine = engine
+        self._config = config
         self._description = description
-        self._new_stream = partial(DraftStream, drafter_id, max_queued_answers, max_message_bytes)
         self._streams: set[DraftStream] = set()
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -151,7 +146,7 @@ class DrafterServicer(pb_grpc.DrafterServiceServicer):
         await reader
 
     def _enter(self) -> DraftStream:
-        stream = self._new_stream()
+        stream = DraftStream(self._config)
         self._streams.add(stream)
         self._no_streams.clear()
         if self._drain_message is not None:

@@ -144,7 +144,7 @@ class GpuRunner(ModelRunner):
         planner, moves = self._plan_inputs(inputs)
         if moves:
             self.pool.move(*zip(*moves, strict=True))
-        if not planner.host.token_ids:
+        if not planner.token_ids:
             return [self._no_logits() for _ in inputs]
         logits, *states = self._run(planner, layers)
         if states:
@@ -163,18 +163,14 @@ class GpuRunner(ModelRunner):
     def _plan_inputs(self, inputs: Sequence[SequenceInput]) -> tuple[Planner, list[tuple[int, int]]]:
         checked = check_inputs(inputs, PagedCache, self.loaded.num_embeddings, self.info.context_limit)
         planner = Planner(self.pool, TILE_ROWS if self.batch_invariant else 1)
-        moves: list[tuple[int, int]] = []
-        for item in checked:
-            if item.depths:
-                planner.add(item.cache, item.token_ids, item.parents, item.depths, item.logit_rows)
+        fed = [item for item in checked if item.depths]
+        for item in fed:
+            planner.add(item)
         # Nothing below raises: moves that are taken are done.
-        for item in checked:
-            if item.depths:
-                moves += item.cache.take_moves()
-        return planner, moves
+        return planner, [move for item in fed for move in item.cache.take_moves()]
 
     def _run(self, planner: Planner, layers: tuple[int, ...] | None) -> tuple[Tensor, ...]:
-        rounds = self._rounds_sizes and len(planner.host.token_ids) <= MOST_GRAPH_ROWS
+        rounds = self._rounds_sizes and len(planner.token_ids) <= MOST_GRAPH_ROWS
         sizes, packed = planner.finish(exact=not rounds)
         key = (sizes, self._states.keeps, layers)
         if rounds and self.graphs is not None and self.graphs.has_room_for(key):

@@ -98,13 +98,7 @@ class RunningDrafter:
         self.server = GrpcServer(config.link, [SERVICE])
         model = convert.model_info_to_pb(info)
         description = pb.DescribeDrafterResponse(kind=config.kind, family=self.drafter.family, model=model)
-        self.servicer = DrafterServicer(
-            self.engine,
-            description,
-            config.drafter_id or config.kind,
-            config.service.max_queued_answers,
-            config.link.max_message_bytes,
-        )
+        self.servicer = DrafterServicer(self.engine, config, description)
         pb_grpc.add_DrafterServiceServicer_to_server(self.servicer, self.server.server)
         self.config = config
         self.channel: grpc.aio.Channel
