@@ -58,24 +58,26 @@ class Drawn:
 
 @dataclass(slots=True)
 class _Sparse:
-    """Entries of rows that processing changes: row, id and value of each."""
+    """Entries of rows that processing changes: row, id (below `vocab_size`) and value of each."""
 
+    vocab_size: int
     rows: list[int] = field(default_factory=list)
     ids: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray] = field(default_factory=list)
 
-    def add(self, row: int, ids: np.ndarray, values: np.ndarray, vocab_size: int) -> None:
-        attached = (ids >= 0) & (ids < vocab_size)
+    def add(self, row: int, token_ids: Sequence[int], values: Sequence[float] | None = None) -> None:
+        ids = np.array(token_ids, dtype=np.int64)
+        attached = (ids >= 0) & (ids < self.vocab_size)
         self.rows += [row] * int(attached.sum())
         self.ids.append(ids[attached])
-        self.values.append(values[attached])
+        self.values.append((np.zeros(len(ids)) if values is None else np.array(values, dtype=np.float64))[attached])
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Rows and ids (int64) and values (float64)."""
         ids = np.concatenate(self.ids) if self.ids else np.zeros(0, np.int64)
         values = np.concatenate(self.values) if self.values else np.zeros(0)
-        index = upload(np.stack((np.array(self.rows, np.int64), ids.astype(np.int64))), device)
-        return index[0], index[1], upload(values.astype(np.float64), device)
+        index = upload(np.stack((np.array(self.rows, np.int64), ids)), device)
+        return index[0], index[1], upload(values, device)
 
 
 class BatchSampler:
@@ -188,24 +190,20 @@ class BatchSampler:
 
     def _process(self, rows: Tensor, specs: Sequence[RowSpec]) -> Tensor:
         """Apply bias, allowed ids, penalties and min_tokens, in this order, in place on float64 [rows, vocab]."""
-        device, size = rows.device, self._vocab_size
-        biases, allowed, counts, banned = _Sparse(), _Sparse(), _Sparse(), _Sparse()
+        device = rows.device
+        biases, allowed, counts, banned = (_Sparse(self._vocab_size) for _ in range(4))
         rates: list[tuple[float, float, float]] = []
         for row, spec in enumerate(specs):
             params = spec.params
             if params.logit_bias:
-                biased = np.array(list(params.logit_bias), dtype=np.int64)
-                biases.add(row, biased, np.array(list(params.logit_bias.values()), dtype=np.float64), size)
+                biases.add(row, list(params.logit_bias), list(params.logit_bias.values()))
             if params.allowed_token_ids is not None:
-                free_ids = np.array(sorted(params.allowed_token_ids), dtype=np.int64)
-                allowed.add(row, free_ids, np.zeros(len(free_ids)), size)
+                allowed.add(row, list(params.allowed_token_ids))
             if params.has_penalties:
-                seen, output_counts = (np.array(part, dtype=np.int64) for part in spec.history.seen())
-                counts.add(row, seen, output_counts.astype(np.float64), size)
+                counts.add(row, *spec.history.seen())
             rates.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
             if spec.history.num_output < params.min_tokens:
-                ending = np.array(sorted(params.ending_token_ids(self._sampler.end_token_ids)), dtype=np.int64)
-                banned.add(row, ending, np.zeros(len(ending)), size)
+                banned.add(row, list(params.ending_token_ids(self._sampler.end_token_ids)))
         if biases.rows:
             at, ids, values = biases.on(device)
             rows[at, ids] += values
