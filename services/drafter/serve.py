@@ -11,18 +11,16 @@ from moot.core.errors import ConfigError
 from moot.core.types import ModelInfo
 from moot.drafters.interface import Drafter
 from moot.drafters.registry import REQUEST_KINDS, create, load_kind
-from moot.rpc.convert import model_info_to_pb
 from moot.rpc.grpc_server import GrpcServer, run_until_terminated
 from moot.rpc.tls import open_tls
 from moot.runtime.metrics import Metrics
 from moot.runtime.worker import WorkerThread
 from moot.shipped import locate
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
-from moot.v1.drafter_service_pb2 import DescribeDrafterResponse
 from moot.v1.drafter_service_pb2_grpc import add_DrafterServiceServicer_to_server
 from services.drafter.config import DrafterConfig
 from services.drafter.drafter_engine import DrafterEngine
-from services.drafter.servicer import DrafterServicer
+from services.drafter.servicer import DrafterServicer, description_to_pb
 
 SERVICE = "moot.v1.DrafterService"
 
@@ -65,9 +63,12 @@ async def serve(
     worker = WorkerThread("drafter")
     drafter, info = await asyncio.wrap_future(worker.submit(lambda: make(config)))
     engine = DrafterEngine(drafter, config, metrics, info.vocab_size)
-    description = DescribeDrafterResponse(kind=config.kind, family=drafter.family, model=model_info_to_pb(info))
-    metrics.drafter_info.labels(config.drafter_id or config.kind, config.kind).set(1)
-    servicer = DrafterServicer(engine, config, description)
+    description = description_to_pb(config.kind, drafter.family, info)
+    drafter_id = config.drafter_id or config.kind
+    metrics.drafter_info.labels(drafter_id, config.kind).set(1)
+    servicer = DrafterServicer(
+        engine, description, drafter_id, config.service.max_queued_answers, config.link.max_message_bytes
+    )
     server = GrpcServer(config.link, [SERVICE], tls=tls)
     add_DrafterServiceServicer_to_server(servicer, server.server)
     engine.start(worker)

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from moot.core.errors import InvalidRequest
+from moot.core.types import ModelInfo
 from moot.rpc import convert
 from moot.rpc.link import FrameQueue, FrameQueueFull
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc as pb_grpc
-from services.drafter.config import DrafterConfig
 from services.drafter.drafter_commands import Ahead, Answer, Close, Command, OpenSession, Propose, Proposed
 from services.drafter.drafter_engine import DrafterEngine
 
@@ -66,17 +67,19 @@ def answer_to_pb(answer: Answer, drafter_id: str) -> pb.DraftAnswer:
     return pb.DraftAnswer(session_id=answer.session_id, proposed=proposed)
 
 
+def description_to_pb(kind: str, family: str, info: ModelInfo) -> pb.DescribeDrafterResponse:
+    return pb.DescribeDrafterResponse(kind=kind, family=family, model=convert.model_info_to_pb(info))
+
+
 class DraftStream:
     """One peer's stream. `deliver` may be called from any thread; what does not fit any more ends the stream."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, drafter_id: str, max_queued_answers: int, max_message_bytes: int) -> None:
         self.answers: FrameQueue[pb.DraftAnswer] = FrameQueue(
-            config.service.max_queued_answers,
-            max_frame_bytes=config.link.max_message_bytes,
-            size_of=lambda answer: answer.ByteSize(),
+            max_queued_answers, max_frame_bytes=max_message_bytes, size_of=lambda answer: answer.ByteSize()
         )
         self.overflowed = False
-        self._drafter_id = config.drafter_id or config.kind
+        self._drafter_id = drafter_id
         self._loop = asyncio.get_running_loop()
 
     def deliver(self, answers: Sequence[Answer]) -> None:
@@ -97,10 +100,17 @@ class DraftStream:
 
 
 class DrafterServicer(pb_grpc.DrafterServiceServicer):
-    def __init__(self, engine: DrafterEngine, config: DrafterConfig, description: pb.DescribeDrafterResponse) -> None:
+    def __init__(
+        self,
+        engine: DrafterEngine,
+        description: pb.DescribeDrafterResponse,
+        drafter_id: str,
+        max_queued_answers: int,
+        max_message_bytes: int,
+    ) -> None:
         self._engine = engine
-        self._config = config
         self._description = description
+        self._new_stream = partial(DraftStream, drafter_id, max_queued_answers, max_message_bytes)
         self._streams: set[DraftStream] = set()
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -146,7 +156,7 @@ class DrafterServicer(pb_grpc.DrafterServiceServicer):
         await reader
 
     def _enter(self) -> DraftStream:
-        stream = DraftStream(self._config)
+        stream = self._new_stream()
         self._streams.add(stream)
         self._no_streams.clear()
         if self._drain_message is not None:

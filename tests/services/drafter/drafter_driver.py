@@ -21,7 +21,7 @@ from moot.v1 import drafter_service_pb2_grpc as pb_grpc
 from services.drafter.config import DrafterConfig
 from services.drafter.drafter_engine import DrafterEngine
 from services.drafter.serve import SERVICE, make_drafter_kind
-from services.drafter.servicer import DrafterServicer
+from services.drafter.servicer import DrafterServicer, description_to_pb
 from tests.waiting import GIVE_UP_S
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -96,9 +96,14 @@ class RunningDrafter:
         self.drafter = kind or made
         self.engine = DrafterEngine(self.drafter, config, self.metrics, info.vocab_size, clock)
         self.server = GrpcServer(config.link, [SERVICE])
-        model = convert.model_info_to_pb(info)
-        description = pb.DescribeDrafterResponse(kind=config.kind, family=self.drafter.family, model=model)
-        self.servicer = DrafterServicer(self.engine, config, description)
+        description = description_to_pb(config.kind, self.drafter.family, info)
+        self.servicer = DrafterServicer(
+            self.engine,
+            description,
+            config.drafter_id or config.kind,
+            config.service.max_queued_answers,
+            config.link.max_message_bytes,
+        )
         pb_grpc.add_DrafterServiceServicer_to_server(self.servicer, self.server.server)
         self.config = config
         self.channel: grpc.aio.Channel
