@@ -176,7 +176,7 @@ def test_a_poisoned_row_harms_no_other() -> None:
     sampler = Sampler(3, frozenset())
     assert sampler.greedy_rows(rows) == [1, None, None, None, 0]
     assert sampler.greedy_rows(rows.to(torch.bfloat16)) == [1, None, None, None, 0]
-    assert sampler.draft_tokens(rows, [SamplingParams()] * 5, range(5))[1:4] == [None] * 3
+    assert sampler.draft_tokens(rows, [SamplingParams()] * 5, range(5), [None] * 5)[1:4] == [None] * 3
     for row in rows[1:4]:
         for temperature in (0.0, 1.0):
             with pytest.raises(RequestPoisoned):
@@ -236,17 +236,6 @@ def test_penalties_see_the_path_and_nothing_stays_of_it() -> None:
     assert sampler.sample(row, p, 1, history) == 0
 
 
-def test_grammar_mask_equals_the_reference() -> None:
-    """The grammar mask acts after penalties and before temperature, on both paths."""
-    row, history = bfloat16_like(3, 40, 2.0), History([])
-    allowed = {1, 5, 6, 30}
-    mask = torch.tensor([token_id in allowed for token_id in range(40)])
-    for position in range(60):
-        p = SamplingParams(seed=8, top_p=0.7)
-        expected = reference.sample_token(row.tolist(), p, position, [], [], grammar_allowed=allowed)
-        assert Sampler(40, frozenset()).sample(row, p, position, history, mask) == expected
-
-
 def test_rows_are_left_as_they_were() -> None:
     """Logits and logprobs of a row can be asked for after sampling: nothing is changed in place."""
     for dtype in (torch.float32, torch.float64):
@@ -286,7 +275,7 @@ def test_coupled_draft_is_the_target_s_token_on_equal_logits() -> None:
     every[5] = replace(every[5], repetition_penalty=1.5, min_tokens=9)
     tokens = [sampler.sample(*arguments) for arguments in zip(rows, every, range(6), histories, strict=True)]
     assert sampler.draft_tokens(rows, every, range(6), histories) == tokens
-    assert sampler.draft_tokens(rows, every, range(6))[:5] == tokens[:5]
+    assert sampler.draft_tokens(rows, every, range(6), [None] * 6)[:5] == tokens[:5]
     assert sampler.draft_token(rows[2], every[2], 2) == tokens[2]
 
 
