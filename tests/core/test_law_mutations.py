@@ -118,6 +118,51 @@ def independent_tests(tokens: tuple[int, ...]) -> Law:
     return plus(result, TARGET, remaining)
 
 
+def races(first: Law, second: Law) -> dict[tuple[int, int], Fraction]:
+    """P(a race by `first` is won by x and one by `second` by y), both run on the same exponential noise.
+
+    Token i arrives at E_i / law_i: the Gumbel-max trick. Where E_y = t E_x, all others arrive later than both winners
+    with probability exp(-E_x c(t)), c piecewise linear: over E_x that is 1 / c(t)^2, and over t a sum of fractions.
+    """
+    joint: dict[tuple[int, int], Fraction] = {}
+    for x, y in product(VOCAB, VOCAB):
+        if not first[x] or not second[y]:
+            continue
+        others = [i for i in VOCAB if i not in (x, y)]
+        if x == y:
+            slower = [max(first[i] / first[x], second[i] / second[x]) for i in others]
+            joint[x, y] = 1 / (1 + sum(slower))
+            continue
+        # y is slower in the first race, x in the second.
+        low = first[y] / first[x]
+        high = second[y] / second[x] if second[x] else None
+        turns = {first[i] / first[x] * second[y] / second[i] for i in others if second[i]}
+        points = [low, *sorted(t for t in turns if low < t and (high is None or t < high))]
+        ends: list[Fraction | None] = [*points[1:], high]
+        total = Fraction(0)
+        for begin, end in zip(points, ends, strict=True):
+            if end is not None and end <= begin:
+                continue
+            middle = begin + 1 if end is None else (begin + end) / 2
+            flat, rising = Fraction(1), Fraction(1)
+            for i in others:
+                still, moving = first[i] / first[x], second[i] / second[y]
+                if moving * middle > still:
+                    rising += moving
+                else:
+                    flat += still
+            # The integral of 1 / (flat + rising t)^2.
+            total += (1 / (flat + rising * begin) - (0 if end is None else 1 / (flat + rising * end))) / rising
+        joint[x, y] = total
+    return joint
+
+
+def on_the_drafts_noise(token: int, draft_probs: Law) -> Law:
+    """What is drawn after a rejection, given the drafted token, where drafter and target draw on the same noise."""
+    joint = races(draft_probs, residual(TARGET, draft_probs))
+    return tuple(joint.get((token, other), Fraction(0)) / draft_probs[token] for other in VOCAB)
+
+
 Rule = tuple[Callable[[tuple[int, ...]], Law], Sequence[Law]]
 """The law of the emitted token given what was drawn, and the drafters that draw, each one candidate."""
 
@@ -145,6 +190,11 @@ WRONG: dict[str, Rule] = {
         lambda t: TARGET if ONE[t[0]] <= Fraction(1, 5) else checked(t[0], ONE),
         [ONE],
     ),
+    # Shared noise goes with equality alone. It was seen in a public server.
+    "shared noise, accepted by the ratio": (
+        lambda t: checked(t[0], DRAFTERS[2], on_the_drafts_noise(t[0], DRAFTERS[2])),
+        [DRAFTERS[2]],
+    ),
     # Two of four here, 50 of many.
     "among the target's likeliest": (lambda t: point(t[0]) if t[0] in LIKELIEST else TARGET, [ONE]),
 }
@@ -167,6 +217,19 @@ def test_wrong_rule_is_biased_and_caught(name: str) -> None:
     law_of_target = np.array(target, dtype=np.float64)
     assert not follows(rng.multinomial(DRAWS, np.array(emitted, dtype=np.float64)), law_of_target)
     assert follows(rng.multinomial(DRAWS, law_of_target), law_of_target)
+
+
+def test_races_on_shared_noise_are_won_as_each_alone_would_be() -> None:
+    """The joint law that the rule of shared noise stands on: its margins are the two laws, and equal laws always have
+    one winner."""
+    for first, second in product((TARGET, *DRAFTERS), repeat=2):
+        joint = races(first, second)
+        for one in VOCAB:
+            assert sum(joint.get((one, other), Fraction(0)) for other in VOCAB) == first[one]
+            assert sum(joint.get((other, one), Fraction(0)) for other in VOCAB) == second[one]
+    assert races(TARGET, TARGET) == {(x, x): TARGET[x] for x in VOCAB} | {
+        (x, y): Fraction(0) for x, y in product(VOCAB, repeat=2) if x != y
+    }
 
 
 def _voted_draft(tokens: tuple[int, ...], seconds: tuple[int, ...], shape: str) -> Draft:
