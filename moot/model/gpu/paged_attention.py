@@ -128,7 +128,7 @@ def join(outputs: Tensor, log_totals: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A step's rows by group, each group padded to plan.sizes.group_rows by repeating its last row."""
+    """A step's rows by group, each group padded to plan.sizes.group_rows, two at least, by repeating its last row."""
 
     query: Tensor  # [groups, group_rows, heads, dim]
     positions: Tensor  # [groups, group_rows]
@@ -138,7 +138,8 @@ class Rows:
     @classmethod
     def of(cls, query: Tensor, plan: DevicePlan) -> Rows:
         first, end = plan.cu_rows[:-1, None], plan.cu_rows[1:, None]
-        numbers = torch.arange(plan.sizes.group_rows, device=query.device)
+        # One row alone would go through a product of its own, which rounds in another way.
+        numbers = torch.arange(max(2, plan.sizes.group_rows), device=query.device)
         index = torch.minimum(first + numbers, (end - 1).clamp_min(0))
         in_group = torch.arange(query.shape[0], device=query.device) - plan.cu_rows[plan.group_of_row]
         return cls(

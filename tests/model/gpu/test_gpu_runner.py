@@ -114,7 +114,7 @@ def test_batch_invariant_rows_do_not_depend_on_their_company(tmp_path: Path) -> 
     text = random_ids(620)
     whole, cache = run_chunks(runner, text, [])
     cache.free()
-    for sizes in ([1, 500, 11], [512, 3, 3], [64] * 9):
+    for sizes in ([1, 500, 11], [512, 3, 3], [64] * 9, [500, *[1] * 20]):
         logits, cache = run_chunks(runner, text, sizes)
         assert torch.equal(logits, whole)
         cache.free()
