@@ -246,8 +246,7 @@ class Metrics(Definitions):
             self.requests.labels(reason.value)
         self.requests_refused = self._counter(
             "requests_refused",
-            "Requests answered with an error before anything was generated, by HTTP status (gRPC "
-            "calls by the status that corresponds).",
+            "Requests answered with an error before anything was generated, by HTTP status (gRPC: the one like it).",
             "code",
         )
         for code in REFUSAL_CODES:
@@ -282,8 +281,8 @@ class Metrics(Definitions):
         )
         self.plain_decoding_seconds = self._counter(
             "plain_decoding_seconds",
-            "Estimated seconds that plain decoding would have taken for the tokens of the rounds; divided by the "
-            "seconds of the rounds (moot_round_duration_seconds_sum) it is the speed-up by speculation.",
+            "Estimated seconds of plain decoding for the tokens of the rounds; over moot_round_duration_seconds_sum it "
+            "is the speed-up.",
         )
         self.proposal_tokens = self._counter("proposal_tokens", "Tokens that a drafter proposed.", "drafter")
         self.proposals_accepted_tokens = self._counter(
@@ -304,12 +303,12 @@ class Metrics(Definitions):
         )
         self.drafter_ejections = self._counter(
             "drafter_ejections",
-            "Times that a replica of this drafter was ejected: not asked for a while after late or malformed answers.",
+            "Times that a replica of this drafter was ejected for a while after late or malformed answers.",
             "drafter",
         )
         self.drafters_left_out = self._gauge(
             "drafters_left_out",
-            "1 while this drafter is left out, so that rounds ask it only now and then to try it; the reason says why.",
+            "1 while this drafter is left out: asked only now and then to try it; the reason says why.",
             "drafter",
             "reason",
         )
@@ -337,8 +336,8 @@ class Metrics(Definitions):
         )
         self.round_turn_seconds = self._tallies(
             "round_turn_seconds",
-            "Seconds that the router takes from reading the message that a round waited for to writing its next "
-            "command (stage: propose, verify).",
+            "Seconds of the router from reading what a round waited for to writing its next command (stage: propose, "
+            "verify).",
             TURN_BUCKETS,
             "stage",
         )
@@ -349,8 +348,7 @@ class Metrics(Definitions):
         )
         self.answers_dropped = self._counter(
             "answers_dropped",
-            "Answers of verifiers, and at a verifier commands of routers, dropped because they fit no open wait, and "
-            "why.",
+            "Answers of verifiers, and at a verifier commands of routers, that fit no open wait, and why.",
             "role",
             "reason",
             by=(ROUTER, VERIFIER),
@@ -375,7 +373,7 @@ class Metrics(Definitions):
             self.request_moves.labels(reason)
         self.state_store_up = self._gauge(
             "state_store_up",
-            "1 while the store of request records answers; 0 while it does not, or where there is none.",
+            "1 while the store of request records answers; 0 also where there is none.",
         )
         self.store_commit_seconds = self._tally(
             "store_commit_seconds",
@@ -409,8 +407,8 @@ class Metrics(Definitions):
         self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", by=own)
         self.out_of_memory = self._counter(
             "out_of_memory",
-            "Allocations that failed, by cost: a step repeated smaller, a draft or a request given up, blocks of a "
-            "prompt not shared (prefix), an attached drafter that abstained.",
+            "Allocations that failed, by cost: a step repeated smaller, a draft or a request given up, blocks not "
+            "shared (prefix), an attached drafter that abstained.",
             "cost",
             by=own,
         )
