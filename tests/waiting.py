@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -42,10 +42,3 @@ class LeapingLoop(asyncio.SelectorEventLoop):
 
     def leap(self, seconds: float) -> None:
         self._ahead_s += seconds
-
-
-def run_leaping(main: Callable[[LeapingLoop], Coroutine[Any, Any, None]]) -> None:
-    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
-        loop = runner.get_loop()
-        assert isinstance(loop, LeapingLoop)
-        runner.run(main(loop))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from generated import filled
 
 from moot.core.options import FlatOption, flat_options
 from moot.rpc.link import LinkConfig
@@ -29,7 +30,6 @@ CHART = Path(__file__).parents[1] / "deploy" / "helm" / "moot"
 DEPLOY = CHART.parents[1]
 RULES = [DEPLOY / "prometheus" / name for name in ("recording.yaml", "alerts.yaml")]
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
-README_BEGIN, README_END = "<!-- values: begin (tools/chart_values.py) -->", "<!-- values: end -->"
 
 TLS = frozenset(leaf.name for leaf in flat_options(TlsOptions))
 LINK = frozenset(leaf.name for leaf in flat_options(LinkConfig))
@@ -194,11 +194,6 @@ def table(text: str) -> str:
     return "\n".join(lines)
 
 
-def readme_text(page: str, text: str) -> str:
-    head, rest = page.split(README_BEGIN)
-    return f"{head}{README_BEGIN}\n{table(text)}\n{README_END}{rest.split(README_END)[1]}"
-
-
 def made() -> dict[Path, str]:
     """Every file that this program writes, as it should be."""
     text = values_text((CHART / "values.yaml").read_text())
@@ -206,7 +201,7 @@ def made() -> dict[Path, str]:
         CHART / "values.yaml": text,
         CHART / "values.schema.json": schema_text(),
         CHART / "files" / "options.json": options_text(),
-        CHART / "README.md": readme_text((CHART / "README.md").read_text(), text),
+        CHART / "README.md": filled((CHART / "README.md").read_text(), "values", table(text)),
         **{CHART / "files" / "rules" / path.name: path.read_text() for path in RULES},
         **{CHART / "files" / "dashboards" / path.name: path.read_text() for path in DASHBOARDS},
     }

@@ -20,7 +20,8 @@ WATCH_INTERVAL_S = 0.5
 
 def run(argv: Sequence[str]) -> int:
     if argv and argv[0] in ROLES:
-        return _become(argv[0], argv[1:])
+        # This process becomes the service: one process fewer, and signals go where they belong.
+        os.execv(sys.executable, [sys.executable, "-m", f"services.{argv[0]}", *argv[1:]])
     config = load_config(
         SystemConfig,
         argv,
@@ -37,11 +38,6 @@ def run(argv: Sequence[str]) -> int:
             system.supervisor.check()
         say("stopping")
     return 0
-
-
-def _become(role: str, argv: Sequence[str]) -> int:
-    """Replace this process by the service: one process fewer, and signals go where they belong."""
-    os.execv(sys.executable, [sys.executable, "-m", f"services.{role}", *argv])
 
 
 def _on_signal(stop: threading.Event) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,22 +53,6 @@ class LocalDrafters:
     @property
     def drafter_ids(self) -> tuple[str, ...]:
         return tuple(entry.drafter_id for entry in (*self.in_router, *self.processes, *self.in_verifier))
-
-
-def drafter_set(drafters: Sequence[str], *, is_demo: bool, as_processes: bool) -> LocalDrafters:
-    """The drafter set of `drafters`: entries, or AUTO alone for the best that is known. `as_processes`: none in the
-    router.
-
-    Raises ConfigError naming --drafters and the bad entry.
-    """
-    if tuple(drafters) == (AUTO,):
-        drafters = DEMO_DRAFTER_SET if is_demo else ANY_DRAFTER_SET
-    entries = parse_entries(drafters, "--drafters")
-    known = attached_kinds()
-    attached = [entry for entry in entries if entry.kind in known]
-    light = [entry for entry in entries if entry.kind in MODEL_FREE_KINDS and not as_processes]
-    others = [entry for entry in entries if entry not in attached and entry not in light]
-    return LocalDrafters(tuple(attached), tuple(light), tuple(others))
 
 
 NO_STORE = "off"
@@ -127,10 +111,12 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
     local_drafters = drafters_of(config)
     model = prepared_model(config.model, say)
     logs = run_folder(name)
+    # What sets the command itself reaches a service as a flag, where it is meant for one.
+    own_variables = [variable_of(leaf.name) for leaf in flat_options(type(config))]
     # Short: a Unix socket's path has little room.
     with (
         tempfile.TemporaryDirectory(prefix="moot-") as store_folder,
-        Supervisor(logs, grace_s=config.stop_grace_s, say=say, own_variables=_variables(type(config))) as supervisor,
+        Supervisor(logs, grace_s=config.stop_grace_s, say=say, own_variables=own_variables) as supervisor,
     ):
         say(f"starting the services (logs: {logs})")
         flags = _verifier_flags(config, model, local_drafters)
@@ -170,12 +156,6 @@ def running(config: SystemConfig, name: str, say: Say) -> Iterator[System]:
         yield System(url, client, supervisor, router, drafters, verifier, logs, local_drafters.drafter_ids)
 
 
-def _variables(config: type[SystemConfig]) -> list[str]:
-    """Environment variables that set the command itself. Their values reach a service as flags, where they are meant
-    for one."""
-    return [variable_of(leaf.name) for leaf in flat_options(config)]
-
-
 def _wait_serving(client: Client, supervisor: Supervisor, timeout_s: float) -> None:
     """Wait until requests are served: the router listens before it has met its verifier."""
     deadline = time.monotonic() + timeout_s
@@ -211,9 +191,15 @@ _LIGHT_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def drafters_of(config: SystemConfig) -> LocalDrafters:
-    """Raises ConfigError."""
-    is_demo = config.model == DEMO_MODEL
-    return drafter_set(config.drafters, is_demo=is_demo, as_processes=config.drafter_processes)
+    """Raises ConfigError naming --drafters and the bad entry."""
+    drafters = config.drafters
+    if drafters == (AUTO,):
+        drafters = DEMO_DRAFTER_SET if config.model == DEMO_MODEL else ANY_DRAFTER_SET
+    entries = parse_entries(drafters, "--drafters")
+    known = attached_kinds()
+    attached = tuple(entry for entry in entries if entry.kind in known)
+    light = tuple(entry for entry in entries if entry.kind in MODEL_FREE_KINDS and not config.drafter_processes)
+    return LocalDrafters(attached, light, tuple(entry for entry in entries if entry not in (*attached, *light)))
 
 
 def _verifier_flags(config: SystemConfig, model: Path | str, local_drafters: LocalDrafters) -> list[str]:

@@ -57,6 +57,9 @@ def parse_entries(entries: Iterable[str], flag: str) -> list[DrafterEntry]:
 
 SessionT = TypeVar("SessionT")
 
+Candidates = Sequence[Sequence[int]]
+"""Per committed id the target's most likely ids there, none for some, or none at all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ask(Generic[SessionT]):
@@ -129,8 +132,8 @@ class Drafter(ABC, Generic[SessionT]):
         return True
 
     @abstractmethod
-    def extend(self, session: SessionT, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()) -> None:
-        """Append committed ids. `top_candidates`: per id, the target's most likely ids there, or empty."""
+    def extend(self, session: SessionT, token_ids: Sequence[int], top_candidates: Candidates = ()) -> None:
+        """Append committed ids."""
 
     @abstractmethod
     def propose(self, asks: Sequence[Ask[SessionT]]) -> list[list[Proposal]]:
@@ -245,9 +248,7 @@ class ModelFreeDrafter(Drafter[PrefixSessionT], Generic[PrefixSessionT]):
         """A session with an empty prefix."""
 
     @abstractmethod
-    def append(
-        self, session: PrefixSessionT, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]
-    ) -> None:
+    def append(self, session: PrefixSessionT, token_ids: Sequence[int], top_candidates: Candidates) -> None:
         """Add committed ids to what is held; `session.length` already counts them."""
 
     @abstractmethod
@@ -259,9 +260,7 @@ class ModelFreeDrafter(Drafter[PrefixSessionT], Generic[PrefixSessionT]):
         self.extend(session, prefix)
         return session
 
-    def extend(
-        self, session: PrefixSessionT, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
-    ) -> None:
+    def extend(self, session: PrefixSessionT, token_ids: Sequence[int], top_candidates: Candidates = ()) -> None:
         session.length += len(token_ids)
         if session.length <= self.context_limit:
             self.append(session, token_ids, top_candidates)

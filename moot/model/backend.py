@@ -19,19 +19,16 @@ def choose_runner(loaded: LoadedModel, kv_capacity_tokens: int, batch_invariant:
 
     Raises ConfigError where batch-invariant mode is asked for and does not hold.
     """
-    runner = _choose(loaded, kv_capacity_tokens, batch_invariant)
+    runner: ModelRunner | None = None
+    if loaded.kv_shape.device.type == "cuda":
+        try:
+            runner = GpuRunner(loaded, kv_capacity_tokens, batch_invariant)
+        except ModelRefused as error:
+            _log.warning("driven by its own modules: %s", error)
+    runner = runner or plain_runner(loaded, kv_capacity_tokens, batch_invariant)
     facts = {"model": loaded.info.model, "device": str(runner.device), "dtype": str(runner.dtype)}
     _log.info("model is ready to compute", extra={**facts, "computed_by": runner.way})
     return runner
-
-
-def _choose(loaded: LoadedModel, kv_capacity_tokens: int, batch_invariant: bool) -> ModelRunner:
-    if loaded.kv_shape.device.type == "cuda":
-        try:
-            return GpuRunner(loaded, kv_capacity_tokens, batch_invariant)
-        except ModelRefused as error:
-            _log.warning("driven by its own modules: %s", error)
-    return plain_runner(loaded, kv_capacity_tokens, batch_invariant)
 
 
 def plain_runner(loaded: LoadedModel, kv_capacity_tokens: int, batch_invariant: bool) -> ModelRunner:

@@ -15,26 +15,13 @@ from moot.model.rows import RowRules
 STEP_ARGUMENT = "moot_step"
 
 
-def additive_mask(positions: Tensor, kv_length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The mask that is added to scores so that a row sees its own position and, within `window`, those before it: 0 or
-    -inf.
-
-    positions: [..., rows], int64. Returns [..., rows, kv_length].
-    """
-    slots, rows = torch.arange(kv_length, device=positions.device), positions[..., None]
-    hidden = slots > rows
-    if window is not None:
-        hidden |= slots <= rows - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-
-
 @dataclass(slots=True)
 class Tile:
     """Query rows computed by one call. `rows`: their indices in the step, padded: for a chain by the rows that happen
     to follow, for a tree by repetition; `num_rows` of them count. `positions`: one for each of `rows`.
 
-    `path`: pending indices of the whole path whose tail must lie in the slots, None for a chain. Masks are additive,
-    [rows, kv_length], one for each sliding window that a layer asks for (None: full attention).
+    `path`: pending indices of the whole path whose tail must lie in the slots, None for a chain. `masks`: one for each
+    sliding window that a layer asks for (None: full attention).
     """
 
     rows: slice | Tensor
@@ -51,10 +38,17 @@ class Tile:
             return slice(self.rows.start, self.rows.start + self.num_rows)
         return self.rows[: self.num_rows]
 
-    def mask(self, window: int | None, like: Tensor) -> Tensor:
+    def mask(self, window: int | None, like: Tensor, group: int = 1) -> Tensor:
+        """What is added to scores so that a row sees its own position and, within `window`, those before it: 0 or -inf,
+        [rows * group, kv_length]."""
         if window not in self.masks:
-            positions = torch.tensor(self.positions, device=like.device)
-            self.masks[window] = additive_mask(positions, self.kv_length, window, like.dtype)
+            rows = torch.tensor(self.positions, device=like.device).repeat_interleave(group)[:, None]
+            slots = torch.arange(self.kv_length, device=like.device)
+            hidden = slots > rows
+            if window is not None:
+                hidden |= slots <= rows - window
+            zeros = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+            self.masks[window] = zeros.masked_fill_(hidden, -torch.inf)
         return self.masks[window]
 
 
@@ -65,7 +59,9 @@ class Segment:
     cache: SequenceCache
     start: int
     count: int
-    is_chain: bool
+    parents: Sequence[int]
+    tree_kv: Tensor | None
+    """As of the cache's pending tokens, which these are."""
     tiles: list[Tile]
 
 
@@ -92,20 +88,19 @@ def plan_segment(
     cache: SequenceCache, start: int, parents: Sequence[int], depths: Sequence[int], rules: RowRules
 ) -> Segment:
     """Lay out one request's tokens and make them the cache's pending ones. The cache must have room for them."""
-    count, device = len(parents), cache.data.device
-    groups: list[tuple[list[int], list[int] | None]]
-    chain = is_chain(depths)
-    if chain:
-        cache.pending = Pending(parents, None)
-        groups = [(list(range(count)), None)]
-    else:
+    count, device, tree_kv = len(parents), cache.data.device, None
+    if not is_chain(depths):
         layers, two, _, heads, dim = cache.data.shape
-        cache.pending = Pending(parents, cache.data.new_zeros(layers, two, count, heads, dim))
-        groups = [(new, path) for path, new in paths(parents)]
+        tree_kv = cache.data.new_zeros(layers, two, count, heads, dim)
+    cache.pending = Pending(parents, tree_kv)
+    tiles: list[Tile] = []
+    segment = Segment(cache, start, count, parents, tree_kv, tiles)
     if rules.by_row:
-        return Segment(cache, start, count, chain, [])
+        return segment
+    groups: list[tuple[list[int], list[int] | None]] = [(list(range(count)), None)]
+    if tree_kv is not None:
+        groups = [(new, path) for path, new in paths(parents)]
     groups = [(rows, path) for whole, path in groups for rows in _pieces(whole, cache.length + depths[whole[0]], rules)]
-    tiles = []
     for rows, path in groups:
         last = depths[rows[-1]]
         kv_length = cache.length + last + 1
@@ -119,7 +114,7 @@ def plan_segment(
         else:
             index = torch.tensor([start + row for row in padded], device=device)
             tiles.append(Tile(index, len(rows), positions, kv_length, torch.tensor(path, device=device)))
-    return Segment(cache, start, count, chain, tiles)
+    return segment
 
 
 def num_step_rows(segments: Sequence[Segment], rules: RowRules) -> int:

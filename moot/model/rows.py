@@ -95,26 +95,6 @@ PRODUCT_SLOTS = 8192
 NATURAL_DECODER = RowRules(128, Padding(1, 1), Padding(1, 1), True, 2**31, 1, PRODUCT_SLOTS)
 NATURAL_KERNELS = replace(NATURAL, by_row=True)
 
-# Cheapest first. Seen with torch 2.13: bfloat16 products have their own kernel for 1 row; float32 and float64 ones for
-# 1, for 2 to 3 (elsewhere 2 to 12) and for what is left over a multiple of 4 (up to 12 rows; in float64 always).
-# Attention has its own for 1 to 3 (elsewhere 4) rows.
-LINEAR_PADDINGS = {
-    torch.bfloat16: (Padding(2, 1), Padding(4, 1), Padding(16, 16), Padding(32, 32)),
-    torch.float32: (Padding(16, 16), Padding(32, 32)),
-}
-ATTENTION_PADDINGS = {
-    torch.float64: (Padding(4, 4), Padding(8, 8), Padding(16, 16), Padding(32, 32)),
-    torch.float32: (Padding(4, 1), Padding(5, 1), Padding(8, 1), Padding(16, 16), Padding(32, 32)),
-}
-
-
-def linear_candidates(dtype: torch.dtype) -> tuple[Padding, ...]:
-    return LINEAR_PADDINGS.get(dtype, LINEAR_PADDINGS[torch.float32])
-
-
-def attention_candidates(dtype: torch.dtype) -> tuple[Padding, ...]:
-    return ATTENTION_PADDINGS.get(dtype, ATTENTION_PADDINGS[torch.float32])
-
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -172,7 +152,7 @@ def numerics_fingerprint(dtype: torch.dtype, device: torch.device, rules: RowRul
     After a later change (`torch.set_num_threads`) a new runner is needed.
     """
     if device.type == "cuda":
-        unit = torch.cuda.get_device_name(device)
+        unit = f"{torch.cuda.get_device_name(device)} {torch.version.cuda}"
     else:
         unit = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_features()}"
     facts = (

@@ -25,22 +25,17 @@ class States:
     copied."""
 
     def __init__(self, loaded: LoadedModel) -> None:
+        self.keeps = False
         self._loaded = loaded
-        self._keeps = False
         self._given: Tensor | None = None
         self._counts: list[int] = []
         self._rows: Tensor | None = None
 
-    @property
-    def keeps(self) -> bool:
-        return self._keeps
-
-    def start(self, by_modules: bool = True) -> None:
-        """`by_modules`: the pass is the model's own modules' where it has no decoder."""
-        if by_modules and not self._keeps and self._loaded.decoder is None:
+    def start(self) -> None:
+        if not self.keeps and self._loaded.decoder is None:
             model: Any = self._loaded.model
             model.get_output_embeddings().register_forward_pre_hook(self._on_output_layer)
-        self._keeps = True
+        self.keeps = True
 
     def begin(self, counts: Sequence[int]) -> None:
         """A pass begins; `counts`: logit rows of each input."""
@@ -48,7 +43,7 @@ class States:
 
     def keep(self, logit_rows: Sequence[int], rows: Tensor | None = None) -> None:
         """A pass has ended. `rows`: where the pass itself has taken the states of the wanted rows, [rows, width]."""
-        if not self._keeps:
+        if not self.keeps:
             return
         if rows is None and self._loaded.decoder is not None:
             rows = self._loaded.decoder.states
@@ -61,7 +56,7 @@ class States:
 
     def split(self) -> list[Tensor]:
         if self._rows is None:
-            if not self._keeps or any(self._counts):
+            if not self.keeps or any(self._counts):
                 raise RuntimeError("no hidden states were kept in the last pass")
             # Not even one row was wanted.
             return [torch.empty(0, 0) for _ in self._counts]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
 
 from moot.core.errors import SESSION_FAILURES, MootError, PeerError, row_of
 from moot.core.types import (
@@ -16,12 +18,9 @@ from moot.core.types import (
 )
 from moot.v1 import token_pb2, verifier_service_pb2
 
-_FINISH_TO_PB = {
+_FINISH_TO_PB: dict[FinishReason | None, token_pb2.FinishReason.ValueType] = {
     None: token_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: token_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: token_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: token_pb2.FINISH_REASON_ABORT,
-    FinishReason.ERROR: token_pb2.FINISH_REASON_ERROR,
+    **{reason: token_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason},
 }
 _FINISH_FROM_PB: dict[int, FinishReason | None] = {int(value): key for key, value in _FINISH_TO_PB.items()}
 
@@ -40,42 +39,37 @@ def finish_from_pb(value: int) -> FinishReason | None:
     return _FINISH_FROM_PB[value]
 
 
+# Fields that are the same in the message and in the core's type.
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("max_tokens", "min_tokens", "ignore_eos", "seed"),
+)
+_MODEL = ("model", "revision", "tokenizer_fingerprint", "vocab_size", "context_limit")
+_TIMING = ("queue_us", "forward_us", "batch_requests", "batch_tokens", "inside_us", "batch_prefill_tokens")
+# As the last arguments of a Verification.
+_timing_of = attrgetter(*_TIMING)
+
+
+def _same(names: Sequence[str], source: object) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
 def sampling_to_pb(params: SamplingParams) -> token_pb2.SamplingParams:
     return token_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
+        **_same(_SAMPLING, params),
         logit_bias=params.logit_bias,
         allowed_token_ids=sorted(params.allowed_token_ids or ()),
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
         stop_token_ids=sorted(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        seed=params.seed,
         logprobs=params.logprobs,
     )
 
 
 def sampling_from_pb(message: token_pb2.SamplingParams) -> SamplingParams:
     return SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
+        **_same(_SAMPLING, message),
         logit_bias=dict(message.logit_bias),
         allowed_token_ids=frozenset(message.allowed_token_ids) or None,
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        seed=message.seed,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
 
@@ -150,47 +144,55 @@ def top_candidates_from_pb(message: token_pb2.TopCandidates) -> tuple[tuple[int,
     return tuple(tuple(ids[start : start + width]) for start in range(0, len(ids), width))
 
 
-def _timing_to_pb(verification: Verification) -> verifier_service_pb2.StepTiming:
-    return verifier_service_pb2.StepTiming(
-        queue_us=verification.queue_us,
-        forward_us=verification.forward_us,
-        batch_requests=verification.batch_requests,
-        batch_tokens=verification.batch_tokens,
-        inside_us=verification.inside_us,
-        batch_prefill_tokens=verification.batch_prefill_tokens,
+def _answer_to_pb(verification: Verification) -> dict[str, Any]:
+    """What answers to openings and to drafts have in common."""
+    return {
+        "base_length": verification.base_length,
+        "output_token_ids": verification.output_token_ids,
+        "finish_reason": finish_to_pb(verification.finish_reason),
+        "logprobs": [logprobs_to_pb(entry) for entry in verification.logprobs],
+        "top_candidates": top_candidates_to_pb(verification.top_candidates),
+        "proposals": [proposal_to_pb(proposal) for proposal in verification.proposals],
+        "timing": verifier_service_pb2.StepTiming(**_same(_TIMING, verification)),
+    }
+
+
+def _answer_from_pb(
+    message: verifier_service_pb2.SessionOpened | verifier_service_pb2.DraftVerified,
+    num_accepted: int,
+    num_cached_tokens: int,
+) -> Verification:
+    return Verification(
+        message.base_length,
+        num_accepted,
+        tuple(message.output_token_ids),
+        finish_from_pb(message.finish_reason),
+        tuple(logprobs_from_pb(entry) for entry in message.logprobs),
+        top_candidates_from_pb(message.top_candidates),
+        tuple(proposal_from_pb(proposal) for proposal in message.proposals),
+        num_cached_tokens,
+        *_timing_of(message.timing),
     )
 
 
 def opened_to_pb(verification: Verification) -> verifier_service_pb2.SessionOpened:
     return verifier_service_pb2.SessionOpened(
-        base_length=verification.base_length,
-        output_token_ids=verification.output_token_ids,
-        finish_reason=finish_to_pb(verification.finish_reason),
-        logprobs=[logprobs_to_pb(entry) for entry in verification.logprobs],
-        top_candidates=top_candidates_to_pb(verification.top_candidates),
-        num_cached_tokens=verification.num_cached_tokens,
-        timing=_timing_to_pb(verification),
-        proposals=[proposal_to_pb(proposal) for proposal in verification.proposals],
+        **_answer_to_pb(verification), num_cached_tokens=verification.num_cached_tokens
     )
 
 
 def opened_from_pb(message: verifier_service_pb2.SessionOpened) -> Verification:
-    return Verification(
-        base_length=message.base_length,
-        num_accepted=0,
-        output_token_ids=tuple(message.output_token_ids),
-        finish_reason=finish_from_pb(message.finish_reason),
-        logprobs=tuple(logprobs_from_pb(entry) for entry in message.logprobs),
-        top_candidates=top_candidates_from_pb(message.top_candidates),
-        proposals=tuple(proposal_from_pb(proposal) for proposal in message.proposals),
-        num_cached_tokens=message.num_cached_tokens,
-        queue_us=message.timing.queue_us,
-        forward_us=message.timing.forward_us,
-        batch_requests=message.timing.batch_requests,
-        batch_tokens=message.timing.batch_tokens,
-        inside_us=message.timing.inside_us,
-        batch_prefill_tokens=message.timing.batch_prefill_tokens,
+    return _answer_from_pb(message, 0, message.num_cached_tokens)
+
+
+def verified_to_pb(verification: Verification, round_index: int) -> verifier_service_pb2.DraftVerified:
+    return verifier_service_pb2.DraftVerified(
+        **_answer_to_pb(verification), round_index=round_index, num_accepted=verification.num_accepted
     )
+
+
+def verified_from_pb(message: verifier_service_pb2.DraftVerified) -> Verification:
+    return _answer_from_pb(message, message.num_accepted, 0)
 
 
 def failed_to_pb(error: type[MootError], message: str, round_index: int) -> verifier_service_pb2.SessionFailed:
@@ -207,55 +209,9 @@ def failed_from_pb(message: verifier_service_pb2.SessionFailed) -> MootError:
     return kind(message.message or "the verifier gave the session up")
 
 
-def verified_to_pb(verification: Verification, round_index: int) -> verifier_service_pb2.DraftVerified:
-    return verifier_service_pb2.DraftVerified(
-        round_index=round_index,
-        base_length=verification.base_length,
-        num_accepted=verification.num_accepted,
-        output_token_ids=verification.output_token_ids,
-        finish_reason=finish_to_pb(verification.finish_reason),
-        logprobs=[logprobs_to_pb(entry) for entry in verification.logprobs],
-        top_candidates=top_candidates_to_pb(verification.top_candidates),
-        proposals=[proposal_to_pb(proposal) for proposal in verification.proposals],
-        timing=_timing_to_pb(verification),
-    )
-
-
-def verified_from_pb(message: verifier_service_pb2.DraftVerified) -> Verification:
-    return Verification(
-        base_length=message.base_length,
-        num_accepted=message.num_accepted,
-        output_token_ids=tuple(message.output_token_ids),
-        finish_reason=finish_from_pb(message.finish_reason),
-        logprobs=tuple(logprobs_from_pb(entry) for entry in message.logprobs),
-        top_candidates=top_candidates_from_pb(message.top_candidates),
-        proposals=tuple(proposal_from_pb(proposal) for proposal in message.proposals),
-        queue_us=message.timing.queue_us,
-        forward_us=message.timing.forward_us,
-        batch_requests=message.timing.batch_requests,
-        batch_tokens=message.timing.batch_tokens,
-        inside_us=message.timing.inside_us,
-        batch_prefill_tokens=message.timing.batch_prefill_tokens,
-    )
-
-
 def model_info_to_pb(info: ModelInfo) -> token_pb2.ModelInfo:
-    return token_pb2.ModelInfo(
-        model=info.model,
-        revision=info.revision,
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
-        vocab_size=info.vocab_size,
-        context_limit=info.context_limit,
-        end_token_ids=sorted(info.end_token_ids),
-    )
+    return token_pb2.ModelInfo(**_same(_MODEL, info), end_token_ids=sorted(info.end_token_ids))
 
 
 def model_info_from_pb(message: token_pb2.ModelInfo) -> ModelInfo:
-    return ModelInfo(
-        model=message.model,
-        revision=message.revision,
-        tokenizer_fingerprint=message.tokenizer_fingerprint,
-        vocab_size=message.vocab_size,
-        context_limit=message.context_limit,
-        end_token_ids=frozenset(message.end_token_ids),
-    )
+    return ModelInfo(**_same(_MODEL, message), end_token_ids=frozenset(message.end_token_ids))

@@ -106,7 +106,7 @@ async def run_until_terminated(
     """
     terminated = terminated or termination_event()
     serving = False
-    admin = AdminServer(metrics, host=options.host, port=options.metrics_port, alive=alive, ready=lambda: serving)
+    admin = AdminServer(metrics.registry, options, alive=alive, ready=lambda: serving)
     try:
         await server.start(options.host, options.port)
         await server.set_serving(True)

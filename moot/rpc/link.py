@@ -94,6 +94,11 @@ class FrameQueue(Generic[ItemT]):
             frame.append(self._items.popleft())
         return frame
 
+    def take_all(self) -> list[ItemT]:
+        """All that is there, in however many frames it would come."""
+        items, self._items = list(self._items), deque()
+        return items
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from typing import Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 from moot.core.errors import ConfigError
+from moot.runtime.process import ServiceOptions
 
 
 class _QuietHandler(WSGIRequestHandler):
@@ -35,14 +37,8 @@ def _server_class(host: str) -> type[WSGIServer]:
     return Server
 
 
-class Exposition(Protocol):
-    def exposition(self) -> bytes:
-        """Metrics in Prometheus's text format."""
-        ...
-
-
 class AdminServer:
-    """GET /metrics, /livez, /readyz on a port of its own, in a thread of its own: it answers when the loop is stuck.
+    """GET /metrics, /livez, /readyz on `metrics_port`, in a thread of its own: it answers when the loop is stuck.
 
     `alive` and `ready` are called from that thread. `port` is the bound one when 0 was asked for. Raises ConfigError
     when the address cannot be bound.
@@ -50,10 +46,9 @@ class AdminServer:
 
     def __init__(
         self,
-        metrics: Exposition,
+        metrics: Collector,
+        options: ServiceOptions,
         *,
-        host: str,
-        port: int,
         alive: Callable[[], bool] = lambda: True,
         ready: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -61,7 +56,7 @@ class AdminServer:
             path = environ.get("PATH_INFO", "")
             if path == "/metrics":
                 start_response("200 OK", [("Content-Type", CONTENT_TYPE_LATEST)])
-                return [metrics.exposition()]
+                return [generate_latest(metrics)]
             checks = {"/livez": alive, "/readyz": ready}
             if path not in checks:
                 start_response("404 Not Found", [("Content-Type", "text/plain")])
@@ -70,6 +65,7 @@ class AdminServer:
             start_response("200 OK" if good else "503 Service Unavailable", [("Content-Type", "text/plain")])
             return [b"ok\n" if good else b"no\n"]
 
+        host, port = options.host, options.metrics_port
         try:
             self._server: WSGIServer = make_server(host, port, app, _server_class(host), _QuietHandler)
         except (OSError, OverflowError) as error:

@@ -9,6 +9,7 @@ import contextvars
 import json
 import logging
 import sys
+import traceback
 from datetime import UTC, datetime
 from typing import Any
 
@@ -40,17 +41,11 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info and record.exc_info[0]:
             # Frames only: the text of an exception may quote what a user wrote.
             entry["error"] = record.exc_info[0].__name__
-            entry["traceback"] = self._frames(record)
+            entry["traceback"] = [
+                f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{line} {frame.f_code.co_name}"
+                for frame, line in traceback.walk_tb(record.exc_info[2])
+            ]
         return json.dumps(entry, default=str)
-
-    @staticmethod
-    def _frames(record: logging.LogRecord) -> list[str]:
-        frames, trace = [], record.exc_info[2] if record.exc_info else None
-        while trace is not None:
-            code = trace.tb_frame.f_code
-            frames.append(f"{code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno} {code.co_name}")
-            trace = trace.tb_next
-        return frames
 
 
 def setup_logging(service: str, level: str = "info") -> None:

@@ -5,18 +5,20 @@ time the verifier, drafting time the drafter. Label values come from closed sets
 known beforehand shows all of them from the start, since the first increase of a series that was not there is lost.
 `docs/metrics.md` is made of this module.
 
-A `Definition` has the name, kind, text and labels of a metric, and the services that own it; `Definitions` puts them on
-a registry of one process. A `Tally` is a histogram that one thread moves: no lock, and one addition for many equal
-values. `VllmNames` exposes three gauges a second time, under the names that inference gateways know from vLLM.
+A `Definition` has the name, kind, text and labels of a metric, and the services that own it. A `Tally` is a histogram
+that one thread moves: no lock, and one addition for many equal values. `VllmNames` exposes three gauges a second time,
+under the names that inference gateways know from vLLM.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
+from typing import Any, cast
 
 from prometheus_client import (
     CollectorRegistry,
@@ -63,10 +65,10 @@ class TallyFamily(Collector):
     """
 
     def __init__(
-        self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str], registry: CollectorRegistry | None
+        self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float], registry: CollectorRegistry | None
     ) -> None:
         self._name, self._text, self._labels = name, text, tuple(labels)
-        self._bounds = tuple(bounds)
+        self._bounds = tuple(buckets)
         self._tallies: dict[tuple[str, ...], Tally] = {}
         if not labels:
             self.labels()
@@ -93,54 +95,57 @@ class TallyFamily(Collector):
 ROUTER, VERIFIER, DRAFTER = SERVICES = ("router", "verifier", "drafter")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Definition:
     """The definition of one metric. `name`: as it stands in a query, `_total` included. `kind`: counter, gauge or
-    histogram."""
+    histogram. `labels`: by name, the values that are shown from the start."""
 
-    name: str
     kind: str
     text: str
-    labels: tuple[str, ...]
+    labels: Mapping[str, Iterable[object]]
     owners: tuple[str, ...]
+    make: Callable[..., Any]
+    name: str = ""
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self.name = f"moot_{name}_total" if self.kind == "counter" else f"moot_{name}"
+
+    def metric(self, registry: CollectorRegistry | None) -> Any:
+        """The metric itself; None: exposed nowhere."""
+        made = self.make(self.name, self.text, tuple(self.labels), registry=registry)
+        for values in self.labels.values():
+            for value in values:
+                made.labels(str(value))
+        return made
 
 
-class Definitions:
-    """Defines metrics, and exposes those that `service` owns; without a service all of them."""
+# Each takes the text, the names of labels, and labels whose values are known beforehand. What it gives is, as far as
+# types go, the metric that an object of the class has there.
 
-    def __init__(self, service: str = "") -> None:
-        self.registry = CollectorRegistry()
-        self.definitions: list[Definition] = []
-        self._service = service
 
-    def exposition(self) -> bytes:
-        """The service's metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+def _counter(text: str, *labels: str, by: tuple[str, ...] = (ROUTER,), **known: Iterable[object]) -> Counter:
+    return cast(Counter, Definition("counter", text, dict.fromkeys(labels, ()) | known, by, Counter))
 
-    def _counter(self, name: str, text: str, *labels: str, by: tuple[str, ...] = (ROUTER,)) -> Counter:
-        registry = self._registry_for(f"{name}_total", "counter", text, labels, by)
-        return Counter(f"moot_{name}", text, labels, registry=registry)
 
-    def _gauge(self, name: str, text: str, *labels: str, by: tuple[str, ...] = (ROUTER,)) -> Gauge:
-        return Gauge(f"moot_{name}", text, labels, registry=self._registry_for(name, "gauge", text, labels, by))
+def _gauge(text: str, *labels: str, by: tuple[str, ...] = (ROUTER,), **known: Iterable[object]) -> Gauge:
+    return cast(Gauge, Definition("gauge", text, dict.fromkeys(labels, ()) | known, by, Gauge))
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float], by: tuple[str, ...] = (ROUTER,)) -> Histogram:
-        registry = self._registry_for(name, "histogram", text, (), by)
-        return Histogram(f"moot_{name}", text, (), buckets=tuple(buckets), registry=registry)
 
-    def _tally(self, name: str, text: str, buckets: Iterable[float]) -> Tally:
-        """A tally of values that the event loop's thread alone observes."""
-        return self._tallies(name, text, buckets).labels()
+def _histogram(text: str, buckets: Sequence[float], by: tuple[str, ...] = (ROUTER,)) -> Histogram:
+    return cast(Histogram, Definition("histogram", text, {}, by, partial(Histogram, buckets=buckets)))
 
-    def _tallies(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> TallyFamily:
-        registry = self._registry_for(name, "histogram", text, labels, (ROUTER,))
-        return TallyFamily(f"moot_{name}", text, tuple(buckets), labels, registry)
 
-    def _registry_for(
-        self, name: str, kind: str, text: str, labels: tuple[str, ...], owners: tuple[str, ...]
-    ) -> CollectorRegistry | None:
-        self.definitions.append(Definition(f"moot_{name}", kind, text, labels, owners))
-        return self.registry if self._service in ("", *owners) else None
+def _tallies(text: str, buckets: Sequence[float], *labels: str) -> TallyFamily:
+    """Tallies of values that the event loop's thread alone observes."""
+    make = partial(TallyFamily, buckets=buckets)
+    return cast(TallyFamily, Definition("histogram", text, dict.fromkeys(labels, ()), (ROUTER,), make))
+
+
+def _tally(text: str, buckets: Sequence[float]) -> Tally:
+    def make(name: str, text: str, labels: Sequence[str], registry: CollectorRegistry | None) -> Tally:
+        return TallyFamily(name, text, labels, buckets, registry).labels()
+
+    return cast(Tally, Definition("histogram", text, {}, (ROUTER,), make))
 
 
 class VllmNames(Collector):
@@ -150,12 +155,12 @@ class VllmNames(Collector):
     fraction from 0 to 1 in spite of its name. vLLM numbers the engines of one server; here there is one.
     """
 
-    def __init__(self, model: str, *, running: Gauge, waiting: Gauge, kv_cache_usage: Gauge) -> None:
+    def __init__(self, model: str, metrics: Metrics) -> None:
         self._labels = {"model_name": model, "engine": "0"}
         self._gauges = {
-            "vllm:num_requests_running": running,
-            "vllm:num_requests_waiting": waiting,
-            "vllm:kv_cache_usage_perc": kv_cache_usage,
+            "vllm:num_requests_running": metrics.num_requests_running,
+            "vllm:num_requests_waiting": metrics.num_requests_waiting,
+            "vllm:kv_cache_usage_perc": metrics.kv_cache_usage_ratio,
         }
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -189,288 +194,182 @@ SHORTAGES = (
 """What was short when a request was refused: room in the caller's own limits (429), or in the server's."""
 OUT_OF_MEMORY = ("step", "draft", "request", "prefix", "drafter")
 """What a failed allocation has cost a verifier."""
-APIS = ("http", "grpc")
-DEGRADED_MODES = ("no_drafters", "no_verifiers", "no_speculation")
-"""The degraded modes of every router; one with a store has `store`, too."""
 
 
-class Metrics(Definitions):
+class Metrics:
     """All metrics of one process, on a registry of their own, so that a test can hold several in one process.
 
     `service`: router, verifier or drafter; its own metrics are exposed, the others can be moved all the same. Without a
     service all are exposed.
     """
 
+    # Requests.
+    num_requests_running = _gauge(
+        "Requests being generated; at a router all accepted requests that have not ended.", by=(ROUTER, VERIFIER)
+    )
+    num_requests_waiting = _gauge(
+        "Requests that wait: at a router the running ones without a first token, at a verifier those without KV cache.",
+        by=(ROUTER, VERIFIER),
+    )
+    num_requests_limit = _gauge(
+        "Most requests that may run and wait at a time; one more is refused.", by=(ROUTER, VERIFIER)
+    )
+    prompt_tokens = _counter("Prompt tokens of requests that were started.")
+    generation_tokens = _counter("Output tokens delivered.")
+    time_to_first_token_seconds = _histogram(
+        "Seconds from a request's arrival to its first output token.", LATENCY_BUCKETS
+    )
+    inter_token_latency_seconds = _tally(
+        "Seconds between two deliveries, divided by the tokens of the second and counted once per token.",
+        LATENCY_BUCKETS,
+    )
+    e2e_request_latency_seconds = _histogram("Seconds from a request's arrival to its end.", LATENCY_BUCKETS)
+    requests = _counter("Requests that ended.", finish_reason=[reason.value for reason in FinishReason])
+    requests_refused = _counter(
+        "Requests answered with an error before anything was generated, by HTTP status (gRPC: the one like it).",
+        code=REFUSAL_CODES,
+    )
+    requests_turned_away = _counter(
+        "Requests refused for lack of room, by what was short; caller_...: room in the caller's own limit.",
+        shortage=SHORTAGES,
+    )
+    queued_tokens = _gauge("Tokens of accepted requests without a first token: prompt and max_tokens.")
+    queued_tokens_limit = _gauge("Most tokens that may be queued; requests beyond it are refused.")
+    slow_clients = _counter("Connections and calls ended because their client read too slowly.", api=("http", "grpc"))
+
+    # Speculation.
+    rounds = _counter("Rounds completed: propose, vote, verify, commit.")
+    draft_tokens = _counter("Draft tokens verified, every node of a tree counted.")
+    accepted_tokens = _counter("Draft tokens accepted by the target; the next token of a round is not counted.")
+    accepted_tokens_per_position = _counter("Draft tokens accepted, by their depth in the draft, from 0.", "position")
+    plain_decoding_seconds = _counter(
+        "Estimated seconds of plain decoding for the tokens of the rounds; over moot_round_duration_seconds_sum it is "
+        "the speed-up."
+    )
+    proposal_tokens = _counter("Tokens that a drafter proposed.", "drafter")
+    proposals_accepted_tokens = _counter("Leading tokens of a drafter's proposals that the target emitted.", "drafter")
+    votes_won = _counter("Rounds in which this drafter proposed the whole voted path.", "drafter")
+    drafter_weight = _gauge("Weight of a drafter with which the next request's votes start.", "drafter")
+    proposals_dropped = _counter(
+        "Proposals dropped before the vote, and why.", "drafter", "reason", by=(ROUTER, VERIFIER)
+    )
+    drafter_ejections = _counter(
+        "Times that a replica of this drafter was ejected for a while after late or malformed answers.",
+        "drafter",
+    )
+    drafters_left_out = _gauge(
+        "1 while this drafter is left out: asked only now and then to try it; the reason says why.",
+        "drafter",
+        "reason",
+    )
+    drafter_calls_skipped = _counter("Drafter calls skipped because a cheap drafter was confident.")
+    speculation_length = _tally("Tokens that each drafter is asked for in a round: K.", COUNT_BUCKETS)
+    speculation_length_changes = _counter("Rounds whose K differs from that of the request's round before.")
+    vote_agreement_ratio = _tally(
+        "Part of the drafters that voted, 0 to 1, that is behind the draft's first token.", RATIO_BUCKETS
+    )
+
+    # Rounds and peers.
+    round_duration_seconds = _tallies(
+        "Seconds that a stage of a round takes (stage: draft, verify).", LATENCY_BUCKETS, "stage"
+    )
+    round_turn_seconds = _tallies(
+        "Seconds of the router from reading what a round waited for to writing its next command (stage: propose, "
+        "verify).",
+        TURN_BUCKETS,
+        "stage",
+    )
+    pool_depth = _gauge("Drafts waiting to be verified; at a verifier the sessions with work.", by=(ROUTER, VERIFIER))
+    answers_dropped = _counter(
+        "Answers of verifiers, and at a verifier commands of routers, that fit no open wait, and why.",
+        "role",
+        "reason",
+        by=(ROUTER, VERIFIER),
+    )
+    degraded = _gauge(
+        "1 while this degraded mode is on: the router runs without what the mode names.",
+        mode=("no_drafters", "no_verifiers", "no_speculation"),
+    )
+    """Those of every router; one with a store has `store`, too."""
+    peers = _gauge("Verifiers and drafter replicas known to this router, by role and state.", "role", "state")
+    heartbeats_missed = _counter(
+        "Heartbeats that a verifier did not answer (missed), or answered without progress (stuck).",
+        reason=("missed", "stuck"),
+    )
+    request_moves = _counter("Requests moved to another verifier, and why.", reason=MOVE_REASONS)
+    state_store_up = _gauge("1 while the store of request records answers; 0 also where there is none.")
+    store_commit_seconds = _tally(
+        "Seconds to write a round's committed tokens to the record, in the store or in memory.", LATENCY_BUCKETS
+    )
+
+    # Verifiers and drafters.
+    kv_cache_usage_ratio = _gauge(
+        "Part of the KV cache in use, 0 to 1; the prefix cache is not counted.", by=(VERIFIER,)
+    )
+    request_queue_time_seconds = _histogram(
+        "Seconds from a request's arrival at the verifier to the start of the step that gave its first token.",
+        LATENCY_BUCKETS,
+        by=(VERIFIER,),
+    )
+    verify_batch_size = _histogram("Requests in one forward pass.", COUNT_BUCKETS, by=(VERIFIER,))
+    verify_batch_tokens = _histogram("Tokens in one forward pass.", COUNT_BUCKETS, by=(VERIFIER,))
+    forward_seconds = _histogram("Seconds of one step: forward pass and sampling.", LATENCY_BUCKETS, by=(VERIFIER,))
+    prefix_cache_queries = _counter("Prompt tokens looked up in the prefix cache.", by=(VERIFIER,))
+    prefix_cache_hits = _counter("Prompt tokens found in the prefix cache.", by=(VERIFIER,))
+    out_of_memory = _counter(
+        "Allocations that failed, by cost: a step repeated smaller, a draft or a request given up, blocks not "
+        "shared (prefix), an attached drafter that abstained.",
+        cost=OUT_OF_MEMORY,
+        by=(VERIFIER,),
+    )
+    num_sessions = _gauge("Open sessions.", by=(VERIFIER, DRAFTER))
+    draft_seconds = _histogram(
+        "Seconds of drafting for one ask, from its first step to its answer; at a verifier: of its attached "
+        "drafters after one step.",
+        LATENCY_BUCKETS,
+        by=(VERIFIER, DRAFTER),
+    )
+    draft_ahead_answers = _counter("Proposals that were drafted before the router asked for them.", by=(DRAFTER,))
+    draft_ahead_tokens = _counter("Tokens drafted ahead, before the router asked for them.", by=(DRAFTER,))
+    draft_ahead_used_tokens = _counter(
+        "Tokens drafted ahead that were proposed later on, or committed as guessed.", by=(DRAFTER,)
+    )
+    draft_ahead_dropped_tokens = _counter(
+        "Tokens drafted ahead in vain: the text went on differently, or had ended.", by=(DRAFTER,)
+    )
+    asks_dropped = _counter(
+        "Asks of routers that a drafter did not draft for, and why.",
+        reason=("capacity", "expired", "failed", "memory", "superseded"),
+        by=(DRAFTER,),
+    )
+
+    # The process.
+    build_info = _gauge("Always 1; the labels tell version and service.", "version", "service", by=SERVICES)
+    model_info = _gauge("Always 1; the target model, as its verifier calls it.", "model", by=(ROUTER, VERIFIER))
+    drafter_info = _gauge("Always 1; which drafter this process is a replica of.", "drafter", "kind", by=(DRAFTER,))
+    certificate_expiry_timestamp_seconds = _gauge(
+        "Unix time in seconds at which a certificate in use expires (certificate: own, ca).", "certificate", by=SERVICES
+    )
+
     def __init__(self, service: str = "") -> None:
-        super().__init__(service)
-        self._define_requests()
-        self._define_speculation()
-        self._define_rounds_and_peers()
-        self._define_verifiers_and_drafters()
-        self._define_process()
-
-    def _define_requests(self) -> None:
-        self.num_requests_running = self._gauge(
-            "num_requests_running",
-            "Requests being generated; at a router all accepted requests that have not ended.",
-            by=(ROUTER, VERIFIER),
-        )
-        self.num_requests_waiting = self._gauge(
-            "num_requests_waiting",
-            "Requests that wait: at a router the running ones without a first token, at a verifier those without KV "
-            "cache.",
-            by=(ROUTER, VERIFIER),
-        )
-        self.num_requests_limit = self._gauge(
-            "num_requests_limit",
-            "Most requests that may run and wait at a time; one more is refused.",
-            by=(ROUTER, VERIFIER),
-        )
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were started.")
-        self.generation_tokens = self._counter("generation_tokens", "Output tokens delivered.")
-        self.time_to_first_token_seconds = self._histogram(
-            "time_to_first_token_seconds",
-            "Seconds from a request's arrival to its first output token.",
-            LATENCY_BUCKETS,
-        )
-        self.inter_token_latency_seconds = self._tally(
-            "inter_token_latency_seconds",
-            "Seconds between two deliveries, divided by the tokens of the second and counted once per token.",
-            LATENCY_BUCKETS,
-        )
-        self.e2e_request_latency_seconds = self._histogram(
-            "e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", LATENCY_BUCKETS
-        )
-        self.requests = self._counter("requests", "Requests that ended.", "finish_reason")
-        for reason in FinishReason:
-            self.requests.labels(reason.value)
-        self.requests_refused = self._counter(
-            "requests_refused",
-            "Requests answered with an error before anything was generated, by HTTP status (gRPC: the one like it).",
-            "code",
-        )
-        for code in REFUSAL_CODES:
-            self.requests_refused.labels(str(code))
-        self.requests_turned_away = self._counter(
-            "requests_turned_away",
-            "Requests refused for lack of room, by what was short; caller_...: room in the caller's own limit.",
-            "shortage",
-        )
-        for shortage in SHORTAGES:
-            self.requests_turned_away.labels(shortage)
-        self.queued_tokens = self._gauge(
-            "queued_tokens", "Tokens of accepted requests without a first token: prompt and max_tokens."
-        )
-        self.queued_tokens_limit = self._gauge(
-            "queued_tokens_limit", "Most tokens that may be queued; requests beyond it are refused."
-        )
-        self.slow_clients = self._counter(
-            "slow_clients", "Connections and calls ended because their client read too slowly.", "api"
-        )
-        for api in APIS:
-            self.slow_clients.labels(api)
-
-    def _define_speculation(self) -> None:
-        self.rounds = self._counter("rounds", "Rounds completed: propose, vote, verify, commit.")
-        self.draft_tokens = self._counter("draft_tokens", "Draft tokens verified, every node of a tree counted.")
-        self.accepted_tokens = self._counter(
-            "accepted_tokens", "Draft tokens accepted by the target; the next token of a round is not counted."
-        )
-        self.accepted_tokens_per_position = self._counter(
-            "accepted_tokens_per_position", "Draft tokens accepted, by their depth in the draft, from 0.", "position"
-        )
-        self.plain_decoding_seconds = self._counter(
-            "plain_decoding_seconds",
-            "Estimated seconds of plain decoding for the tokens of the rounds; over moot_round_duration_seconds_sum it "
-            "is the speed-up.",
-        )
-        self.proposal_tokens = self._counter("proposal_tokens", "Tokens that a drafter proposed.", "drafter")
-        self.proposals_accepted_tokens = self._counter(
-            "proposals_accepted_tokens", "Leading tokens of a drafter's proposals that the target emitted.", "drafter"
-        )
-        self.votes_won = self._counter(
-            "votes_won", "Rounds in which this drafter proposed the whole voted path.", "drafter"
-        )
-        self.drafter_weight = self._gauge(
-            "drafter_weight", "Weight of a drafter with which the next request's votes start.", "drafter"
-        )
-        self.proposals_dropped = self._counter(
-            "proposals_dropped",
-            "Proposals dropped before the vote, and why.",
-            "drafter",
-            "reason",
-            by=(ROUTER, VERIFIER),
-        )
-        self.drafter_ejections = self._counter(
-            "drafter_ejections",
-            "Times that a replica of this drafter was ejected for a while after late or malformed answers.",
-            "drafter",
-        )
-        self.drafters_left_out = self._gauge(
-            "drafters_left_out",
-            "1 while this drafter is left out: asked only now and then to try it; the reason says why.",
-            "drafter",
-            "reason",
-        )
-        self.drafter_calls_skipped = self._counter(
-            "drafter_calls_skipped", "Drafter calls skipped because a cheap drafter was confident."
-        )
-        self.speculation_length = self._tally(
-            "speculation_length", "Tokens that each drafter is asked for in a round: K.", COUNT_BUCKETS
-        )
-        self.speculation_length_changes = self._counter(
-            "speculation_length_changes", "Rounds whose K differs from that of the request's round before."
-        )
-        self.vote_agreement_ratio = self._tally(
-            "vote_agreement_ratio",
-            "Part of the drafters that voted, 0 to 1, that is behind the draft's first token.",
-            RATIO_BUCKETS,
-        )
-
-    def _define_rounds_and_peers(self) -> None:
-        self.round_duration_seconds = self._tallies(
-            "round_duration_seconds",
-            "Seconds that a stage of a round takes (stage: draft, verify).",
-            LATENCY_BUCKETS,
-            "stage",
-        )
-        self.round_turn_seconds = self._tallies(
-            "round_turn_seconds",
-            "Seconds of the router from reading what a round waited for to writing its next command (stage: propose, "
-            "verify).",
-            TURN_BUCKETS,
-            "stage",
-        )
-        self.pool_depth = self._gauge(
-            "pool_depth",
-            "Drafts waiting to be verified; at a verifier the sessions with work.",
-            by=(ROUTER, VERIFIER),
-        )
-        self.answers_dropped = self._counter(
-            "answers_dropped",
-            "Answers of verifiers, and at a verifier commands of routers, that fit no open wait, and why.",
-            "role",
-            "reason",
-            by=(ROUTER, VERIFIER),
-        )
-        self.degraded = self._gauge(
-            "degraded", "1 while this degraded mode is on: the router runs without what the mode names.", "mode"
-        )
-        for mode in DEGRADED_MODES:
-            self.degraded.labels(mode)
-        self.peers = self._gauge(
-            "peers", "Verifiers and drafter replicas known to this router, by role and state.", "role", "state"
-        )
-        self.heartbeats_missed = self._counter(
-            "heartbeats_missed",
-            "Heartbeats that a verifier did not answer (missed), or answered without progress (stuck).",
-            "reason",
-        )
-        for reason in ("missed", "stuck"):
-            self.heartbeats_missed.labels(reason)
-        self.request_moves = self._counter("request_moves", "Requests moved to another verifier, and why.", "reason")
-        for reason in MOVE_REASONS:
-            self.request_moves.labels(reason)
-        self.state_store_up = self._gauge(
-            "state_store_up",
-            "1 while the store of request records answers; 0 also where there is none.",
-        )
-        self.store_commit_seconds = self._tally(
-            "store_commit_seconds",
-            "Seconds to write a round's committed tokens to the record, in the store or in memory.",
-            LATENCY_BUCKETS,
-        )
-
-    def _define_verifiers_and_drafters(self) -> None:
-        own, drafts = (VERIFIER,), (DRAFTER,)
-        self.kv_cache_usage_ratio = self._gauge(
-            "kv_cache_usage_ratio", "Part of the KV cache in use, 0 to 1; the prefix cache is not counted.", by=own
-        )
-        self.request_queue_time_seconds = self._histogram(
-            "request_queue_time_seconds",
-            "Seconds from a request's arrival at the verifier to the start of the step that gave its first token.",
-            LATENCY_BUCKETS,
-            by=own,
-        )
-        self.verify_batch_size = self._histogram(
-            "verify_batch_size", "Requests in one forward pass.", COUNT_BUCKETS, by=own
-        )
-        self.verify_batch_tokens = self._histogram(
-            "verify_batch_tokens", "Tokens in one forward pass.", COUNT_BUCKETS, by=own
-        )
-        self.forward_seconds = self._histogram(
-            "forward_seconds", "Seconds of one step: forward pass and sampling.", LATENCY_BUCKETS, by=own
-        )
-        self.prefix_cache_queries = self._counter(
-            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", by=own
-        )
-        self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", by=own)
-        self.out_of_memory = self._counter(
-            "out_of_memory",
-            "Allocations that failed, by cost: a step repeated smaller, a draft or a request given up, blocks not "
-            "shared (prefix), an attached drafter that abstained.",
-            "cost",
-            by=own,
-        )
-        for cost in OUT_OF_MEMORY:
-            self.out_of_memory.labels(cost)
-        self.num_sessions = self._gauge("num_sessions", "Open sessions.", by=(VERIFIER, DRAFTER))
-        self.draft_seconds = self._histogram(
-            "draft_seconds",
-            "Seconds of drafting for one ask, from its first step to its answer; at a verifier: of its attached "
-            "drafters after one step.",
-            LATENCY_BUCKETS,
-            by=(VERIFIER, DRAFTER),
-        )
-        self.draft_ahead_answers = self._counter(
-            "draft_ahead_answers", "Proposals that were drafted before the router asked for them.", by=drafts
-        )
-        self.draft_ahead_tokens = self._counter(
-            "draft_ahead_tokens", "Tokens drafted ahead, before the router asked for them.", by=drafts
-        )
-        self.draft_ahead_used_tokens = self._counter(
-            "draft_ahead_used_tokens",
-            "Tokens drafted ahead that were proposed later on, or committed as guessed.",
-            by=drafts,
-        )
-        self.draft_ahead_dropped_tokens = self._counter(
-            "draft_ahead_dropped_tokens",
-            "Tokens drafted ahead in vain: the text went on differently, or had ended.",
-            by=drafts,
-        )
-        self.asks_dropped = self._counter(
-            "asks_dropped", "Asks of routers that a drafter did not draft for, and why.", "reason", by=drafts
-        )
-        for reason in ("capacity", "expired", "failed", "memory", "superseded"):
-            self.asks_dropped.labels(reason)
-
-    def _define_process(self) -> None:
-        self.build_info = self._gauge(
-            "build_info", "Always 1; the labels tell version and service.", "version", "service", by=SERVICES
-        )
-        self.model_info = self._gauge(
-            "model_info", "Always 1; the target model, as its verifier calls it.", "model", by=(ROUTER, VERIFIER)
-        )
-        self.drafter_info = self._gauge(
-            "drafter_info", "Always 1; which drafter this process is a replica of.", "drafter", "kind", by=(DRAFTER,)
-        )
-        self.certificate_expiry_timestamp_seconds = self._gauge(
-            "certificate_expiry_timestamp_seconds",
-            "Unix time in seconds at which a certificate in use expires (certificate: own, ca).",
-            "certificate",
-            by=SERVICES,
-        )
-        if self._service:
-            self.build_info.labels(version("moot"), self._service).set(1)
+        self.registry = CollectorRegistry()
+        self.definitions = list(_DECLARED.values())
+        for name, one in _DECLARED.items():
+            setattr(self, name, one.metric(self.registry if service in ("", *one.owners) else None))
+        if service:
+            self.build_info.labels(version("moot"), service).set(1)
             ProcessCollector(namespace="moot", registry=self.registry)
+
+    def exposition(self) -> bytes:
+        """The service's metrics in Prometheus's text format."""
+        return generate_latest(self.registry)
 
     def add_vllm_names(self, model: str) -> None:
         """Expose three gauges a second time from now on, as vLLM names and labels them."""
-        self.registry.register(
-            VllmNames(
-                model,
-                running=self.num_requests_running,
-                waiting=self.num_requests_waiting,
-                kv_cache_usage=self.kv_cache_usage_ratio,
-            )
-        )
+        self.registry.register(VllmNames(model, self))
+
+
+_DECLARED = {name: one for name, one in vars(Metrics).items() if isinstance(one, Definition)}
+# Beside an attribute of the class, looking up the object's own takes twice as long.
+for _name in _DECLARED:
+    delattr(Metrics, _name)

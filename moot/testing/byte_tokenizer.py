@@ -13,16 +13,18 @@ CHAT_TEMPLATE = (
 
 def byte_tokenizer() -> Any:
     """A transformers fast tokenizer; `vocab_size` 257 with the end token."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    return bytes_as_tokens(["<|end|>"], split_words=False, eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
 
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    letter = {byte: chr(byte) for byte in plain} | {byte: chr(0x100 + rank) for rank, byte in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE(vocab={letter[byte]: byte for byte in range(256)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+def bytes_as_tokens(special_tokens: list[str], *, split_words: bool, **options: Any) -> Any:
+    """A transformers fast tokenizer of 256 bytes and special tokens. `options`: of PreTrainedTokenizerFast."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    tokenizer.add_special_tokens(special_tokens)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
+from copy import deepcopy
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from moot.core.types import ModelInfo
 from moot.rpc import convert
-from moot.rpc.link import LinkConfig
-from moot.testing.in_process_server import InProcessServer
+from moot.testing.in_process_server import ScriptedPeer, ScriptedPeerStream
 from moot.testing.scripted_sessions import ScriptedSession
 from moot.testing.scripted_text import ScriptedText
-from moot.testing.streams import ScriptedPeer, ScriptedPeerStream
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import drafter_service_pb2_grpc, token_pb2
 
@@ -46,7 +46,9 @@ class Manner(Enum):
 _Stream = ScriptedPeerStream[ScriptedSession, pb.DraftAnswer]
 
 
-class ScriptedDrafter(ScriptedPeer[ScriptedSession, pb.DraftCommand, pb.DraftAnswer]):
+class ScriptedDrafter(
+    ScriptedPeer[ScriptedSession, pb.DraftCommand, pb.DraftAnswer], drafter_service_pb2_grpc.DrafterServiceServicer
+):
     """A drafter that answers from the true text. `manner` is called once per question; `spoil` is the chance that a
     TRUE answer is spoilt at a drawn place.
 
@@ -64,14 +66,8 @@ class ScriptedDrafter(ScriptedPeer[ScriptedSession, pb.DraftCommand, pb.DraftAns
         context_limit: int = 8192,
         kind: str = "scripted",
         family: str = "",
-        link: LinkConfig | None = None,
     ) -> None:
-        super().__init__(
-            InProcessServer(
-                lambda server: drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server(_Servicer(self), server),
-                link,
-            )
-        )
+        super().__init__(partial(drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server, self))
         self.text = text or ScriptedText()
         self.spoil = spoil
         self.manner = manner
@@ -135,25 +131,16 @@ class ScriptedDrafter(ScriptedPeer[ScriptedSession, pb.DraftCommand, pb.DraftAns
         if manner is Manner.SILENT:
             return
         if manner is Manner.STALE:
-            stale = pb.DraftAnswer()
-            stale.CopyFrom(answer)
+            stale = deepcopy(answer)
             stale.proposed.round_index += 1
             stream.answers.put(stale)
         delay = self.late_s if manner is Manner.LATE else self.delay_s
         copies = 2 if manner is Manner.DOUBLE else 1
-        if not delay:
-            for _ in range(copies):
+        for _ in range(copies):
+            if delay:
+                asyncio.get_running_loop().call_later(delay, stream.answers.put, answer)
+            else:
                 stream.answers.put(answer)
-            return
-
-        async def later() -> None:
-            await asyncio.sleep(delay)
-            for _ in range(copies):
-                stream.answers.put(answer)
-
-        task = asyncio.create_task(later())
-        stream.tasks.add(task)
-        task.add_done_callback(stream.tasks.discard)
 
     def _proposal(self, session: ScriptedSession, count: int, manner: Manner) -> token_pb2.Proposal:
         size = self.text.vocab_size
@@ -179,20 +166,12 @@ class ScriptedDrafter(ScriptedPeer[ScriptedSession, pb.DraftCommand, pb.DraftAns
         if self._is_draining:
             self._say_drain(stream)
 
-
-class _Servicer(drafter_service_pb2_grpc.DrafterServiceServicer):
-    def __init__(self, drafter: ScriptedDrafter) -> None:
-        self._drafter = drafter
-
     async def Describe(
         self, request: pb.DescribeDrafterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DescribeDrafterResponse:
-        drafter = self._drafter
-        return pb.DescribeDrafterResponse(
-            kind=drafter.kind, family=drafter.family, model=convert.model_info_to_pb(drafter.info)
-        )
+        return pb.DescribeDrafterResponse(kind=self.kind, family=self.family, model=convert.model_info_to_pb(self.info))
 
     def Draft(
         self, request_iterator: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.DraftResponse]:
-        return self._drafter.serve(request_iterator, lambda answers: pb.DraftResponse(answers=answers))
+        return self.serve(request_iterator, lambda answers: pb.DraftResponse(answers=answers))

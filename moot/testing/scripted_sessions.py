@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moot.core.acceptance import walk
 from moot.core.types import Draft, SamplingParams, TokenLogprobs, Verification
@@ -42,20 +42,17 @@ class VerifiedSession(ScriptedSession):
             min(params.max_tokens - num_output, context_limit - base),
         )
         self.prefix.extend(result.output_token_ids)
-        verification = Verification(
+        tokens = list(enumerate(result.output_token_ids, base)) if params.logprobs is not None else []
+        width, size = self.num_top_candidates, text.vocab_size
+        rows = tuple(tuple((token + i) % size for i in range(width)) for token in result.output_token_ids)
+        return Verification(
             base_length=base,
             num_accepted=result.num_accepted,
             output_token_ids=result.output_token_ids,
             finish_reason=result.finish,
+            logprobs=tuple(scripted_logprobs(position, token) for position, token in tokens),
+            top_candidates=rows if width else (),
         )
-        if params.logprobs is not None:
-            entries = tuple(scripted_logprobs(base + i, t) for i, t in enumerate(result.output_token_ids))
-            verification = replace(verification, logprobs=entries)
-        if self.num_top_candidates:
-            width, size = self.num_top_candidates, text.vocab_size
-            rows = tuple(tuple((token + i) % size for i in range(width)) for token in result.output_token_ids)
-            verification = replace(verification, top_candidates=rows)
-        return verification
 
 
 def scripted_logprobs(position: int, token: int) -> TokenLogprobs:

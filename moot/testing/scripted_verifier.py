@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -13,11 +15,9 @@ import grpc.aio
 from moot.core.errors import InvalidRequest, MootError, NoCapacity, RequestPoisoned, UnknownSession
 from moot.core.types import Draft, ModelInfo, Proposal, Verification
 from moot.rpc import convert
-from moot.rpc.link import LinkConfig
-from moot.testing.in_process_server import InProcessServer
+from moot.testing.in_process_server import ScriptedPeer, ScriptedPeerStream
 from moot.testing.scripted_sessions import VerifiedSession
 from moot.testing.scripted_text import ScriptedText
-from moot.testing.streams import ScriptedPeer, ScriptedPeerStream
 from moot.v1 import verifier_service_pb2 as pb
 from moot.v1 import verifier_service_pb2_grpc
 
@@ -27,7 +27,9 @@ AttachedRule = Callable[[VerifiedSession, int, int], Sequence[tuple[int, ...]]]
 _Stream = ScriptedPeerStream[VerifiedSession, pb.VerifyAnswer]
 
 
-class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.VerifyAnswer]):
+class ScriptedVerifier(
+    ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.VerifyAnswer], verifier_service_pb2_grpc.VerifierServiceServicer
+):
     """Serves `text` on loopback. Public attributes may be changed while it runs.
 
     `step_s` and `step_per_token_s`: what a step costs, in seconds. `lose_on`: request ids whose next step takes the
@@ -47,14 +49,8 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         context_limit: int = 8192,
         max_num_seqs: int = 32,
         max_draft_tokens: int = 64,
-        link: LinkConfig | None = None,
     ) -> None:
-        super().__init__(
-            InProcessServer(
-                lambda server: verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server(_Servicer(self), server),
-                link,
-            )
-        )
+        super().__init__(partial(verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server, self))
         self.text = text or ScriptedText()
         self.info = ModelInfo(
             model, "1", tokenizer_fingerprint, self.text.vocab_size, context_limit, self.text.end_token_ids
@@ -188,30 +184,23 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         if stream not in self._streams:
             return []
         answer = pb.VerifyAnswer(session_id=command.session_id)
-        timing = pb.StepTiming(
-            forward_us=round(1e6 * (self.step_s + self.step_per_token_s * batch_tokens)),
-            batch_requests=batch_requests,
-            batch_tokens=batch_tokens,
-        )
+        forward_us = round(1e6 * (self.step_s + self.step_per_token_s * batch_tokens))
+        opens = command.WhichOneof("command") == "open"
         try:
-            if command.WhichOneof("command") == "open":
-                answer.opened.CopyFrom(convert.opened_to_pb(self._open(stream, command)))
-                answer.opened.timing.CopyFrom(timing)
+            found = self._open(stream, command) if opens else self._verify(stream, command)
+            found = replace(found, forward_us=forward_us, batch_requests=batch_requests, batch_tokens=batch_tokens)
+            if opens:
+                answer.opened.CopyFrom(convert.opened_to_pb(found))
             else:
-                verified = convert.verified_to_pb(self._verify(stream, command), command.verify.round_index)
-                answer.verified.CopyFrom(verified)
-                answer.verified.timing.CopyFrom(timing)
+                answer.verified.CopyFrom(convert.verified_to_pb(found, command.verify.round_index))
         except MootError as error:
             stream.sessions.pop(command.session_id, None)
             failed = convert.failed_to_pb(type(error), str(error), command.verify.round_index)
             answer.failed.CopyFrom(failed)
         answers = [answer]
         if self.stale_answers and answer.HasField("verified"):
-            stale = pb.VerifyAnswer()
-            stale.CopyFrom(answer)
+            stale, unknown = deepcopy(answer), deepcopy(answer)
             stale.verified.round_index += 1
-            unknown = pb.VerifyAnswer()
-            unknown.CopyFrom(answer)
             unknown.session_id += 1 << 62
             answers = [stale, unknown, answer]
         return [*answers, answer] if self.double_answers else answers
@@ -271,26 +260,20 @@ class ScriptedVerifier(ScriptedPeer[VerifiedSession, pb.VerifyCommand, pb.Verify
         if request_id in self.refuse_capacity:
             raise NoCapacity("no room for another sequence")
 
-
-class _Servicer(verifier_service_pb2_grpc.VerifierServiceServicer):
-    def __init__(self, verifier: ScriptedVerifier) -> None:
-        self._verifier = verifier
-
     async def Describe(
         self, request: pb.DescribeVerifierRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DescribeVerifierResponse:
-        verifier = self._verifier
         return pb.DescribeVerifierResponse(
-            model=convert.model_info_to_pb(verifier.info),
+            model=convert.model_info_to_pb(self.info),
             kv_capacity_tokens=1 << 20,
-            numerics_fingerprint=verifier.numerics_fingerprint,
-            max_num_seqs=verifier.max_num_seqs,
-            max_draft_tokens=verifier.max_draft_tokens,
+            numerics_fingerprint=self.numerics_fingerprint,
+            max_num_seqs=self.max_num_seqs,
+            max_draft_tokens=self.max_draft_tokens,
             deterministic=True,
-            drafters=[pb.InsideDrafter(drafter_id=one, kind="scripted") for one in verifier.attached],
+            drafters=[pb.InsideDrafter(drafter_id=one, kind="scripted") for one in self.attached],
         )
 
     def Verify(
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.VerifyResponse]:
-        return self._verifier.serve(request_iterator, lambda answers: pb.VerifyResponse(answers=answers))
+        return self.serve(request_iterator, lambda answers: pb.VerifyResponse(answers=answers))

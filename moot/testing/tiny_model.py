@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from moot.testing.byte_tokenizer import bytes_as_tokens
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Ids 256, 257, 258; the last one ends a turn and is the end token."""
@@ -85,24 +86,13 @@ def make_tiny_model(
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """One id per byte (ids 0 to 255 are the byte values) and the special tokens."""
-    letters = _byte_letters()
-    # Split into words, as real ones do: what the library remembers is up to 10,000 words, not whole texts.
-    tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return bytes_as_tokens(
+        list(SPECIAL_TOKENS),
+        # As real ones do: what the library remembers is up to 10,000 words, not whole texts.
+        split_words=True,
         bos_token="<|endoftext|>",
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_letters() -> list[str]:
-    """The printable letter that byte-level tokenizers write for each byte: itself if printable, else 256 and up."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

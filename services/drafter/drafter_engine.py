@@ -18,7 +18,7 @@ from moot.runtime.metrics import Metrics
 from moot.runtime.worker import WorkerThread
 from services.drafter.config import DrafterConfig
 from services.drafter.drafter_commands import Close, Command, OpenSession, Propose, Stream, Unknown
-from services.drafter.drafter_sessions import DrafterSession, PendingAsk
+from services.drafter.drafter_sessions import PendingAsk
 from services.drafter.drafting import AnswerQueue, Drafting
 
 HOUSEKEEPING_S = 1.0
@@ -135,26 +135,22 @@ class DrafterEngine:
     def _take(self, stream: Stream, command: Command | None) -> None:
         match command:
             case OpenSession():
-                self._drop(self._table.get(stream, command.session_id))
+                self._table.close(stream, command.session_id)
                 if not self._table.open(stream, command, self._clock()):
                     self._metrics.asks_dropped.labels("capacity").inc()
             case Propose():
                 self._take_ask(stream, command)
             case Close():
-                self._drop(self._table.get(stream, command.session_id))
+                self._table.close(stream, command.session_id)
             case None:
                 for session in [session for session in self._table if session.stream is stream]:
-                    self._drop(session)
-
-    def _drop(self, session: DrafterSession | None) -> None:
-        if session is not None:
-            self._table.close(session.stream, session.session_id)
+                    self._table.close(stream, session.session_id)
 
     def _take_ask(self, stream: Stream, command: Propose) -> None:
         session = self._table.get(stream, command.session_id)
         added = command.committed_token_ids
         if session is None or session.length + len(added) != command.base_length:
-            self._drop(session)
+            self._table.close(stream, command.session_id)
             self._answer_queue.put(stream, Unknown(command.session_id, command.round_index))
             return
         now = self._clock()
@@ -171,5 +167,5 @@ class DrafterEngine:
             self._drafting.go_on(session)
             return
         expires_at = now + command.deadline_ms / 1000 if command.deadline_ms else None
-        session.ask = PendingAsk(command, expires_at)
+        session.ask = PendingAsk(expires_at)
         self._drafting.begin(session)

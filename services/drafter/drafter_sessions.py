@@ -96,7 +96,6 @@ class PendingAsk:
     """An ask that waits. `expires_at`: monotonic seconds after which the answer is of no use, or None. `started_ns`:
     monotonic, when drafting for it began; 0: not yet."""
 
-    command: Propose
     expires_at: float | None
     started_ns: int = 0
 

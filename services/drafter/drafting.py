@@ -35,7 +35,6 @@ from services.drafter.drafter_sessions import DrafterSession, SessionTable, Sett
 _log = logging.getLogger("moot.drafter")
 
 POINT = "drafter.propose"
-FORMS = ("range", "long", "empty", "confidences")
 
 
 def delay_s(request_ids: Sequence[str]) -> float:
@@ -59,33 +58,29 @@ def corrupted(chains: list[Proposal], ask: Propose, request_id: str, vocab_size:
     if found.action == "lie":
         rng = random.Random(ask.base_length)
         return [Proposal(tuple(rng.randrange(vocab_size) for _ in range(length)), (255,) * length)]
-    form = found.argument or FORMS[ask.round_index % len(FORMS)]
-    if form == "range":
-        return [Proposal((vocab_size + 7,) * length, (255,) * length)]
-    if form == "long":
-        return [Proposal((0,) * (3 * length + 1), (255,) * (3 * length + 1))]
-    if form == "empty":
-        return [Proposal((), ())]
-    return [Proposal((0,) * length, (255,) * (length - 1))]
+    forms = {
+        "range": Proposal((vocab_size + 7,) * length, (255,) * length),
+        "long": Proposal((0,) * (3 * length + 1), (255,) * (3 * length + 1)),
+        "empty": Proposal((), ()),
+        "confidences": Proposal((0,) * length, (255,) * (length - 1)),
+    }
+    return [forms[found.argument or list(forms)[ask.round_index % len(forms)]]]
 
 
 class AnswerQueue:
     """Answers on their way to their streams. Not thread-safe: the engine's thread only."""
 
     def __init__(self) -> None:
-        self._answers: dict[int, list[Answer]] = {}
-        self._streams: dict[int, Stream] = {}
+        self._answers: dict[Stream, list[Answer]] = {}
 
     def put(self, stream: Stream, answer: Answer) -> None:
-        self._streams[id(stream)] = stream
-        self._answers.setdefault(id(stream), []).append(answer)
+        self._answers.setdefault(stream, []).append(answer)
 
     def deliver(self) -> None:
         """Each stream gets its answers in one piece."""
-        for key, answers in self._answers.items():
-            self._streams[key].deliver(answers)
+        for stream, answers in self._answers.items():
+            stream.deliver(answers)
         self._answers.clear()
-        self._streams.clear()
 
 
 FLAT_ROWS = 16
@@ -204,12 +199,11 @@ class Drafting:
         return batch
 
     def _draft_for(self, batch: Sequence[DrafterSession]) -> None:
-        new = [session for session in batch if session.ask is not None and not session.ask.started_ns]
-        if wait_s := delay_s([session.request_id for session in new]):
+        new = [(s.request_id, s.ask) for s in batch if s.ask is not None and not s.ask.started_ns]
+        if wait_s := delay_s([request_id for request_id, _ in new]):
             self._stopping.wait(wait_s)
-        for session in new:
-            if session.ask is not None:
-                session.ask.started_ns = time.monotonic_ns()
+        for _, ask in new:
+            ask.started_ns = time.monotonic_ns()
         stepwise = [session for session in batch if self._drafter.is_stepwise and self._bounded(session).width == 1]
         whole = [session for session in batch if session not in stepwise]
         if whole:
@@ -255,8 +249,8 @@ class Drafting:
                 session.path.goal = 0
 
     def _bounded(self, session: DrafterSession) -> Ask[Any]:
-        assert session.ask is not None
-        command = session.ask.command
+        assert session.asked is not None
+        command = session.asked
         num_tokens = min(command.num_speculative_tokens, self._config.max_speculative_tokens)
         return Ask(session.held, num_tokens, min(command.width, self._config.max_width))
 
@@ -289,12 +283,12 @@ class Drafting:
 
     def _answer(self, session: DrafterSession, chains: list[Proposal]) -> None:
         assert session.ask is not None
-        ask, session.ask = session.ask, None
+        assert session.asked is not None
+        command, ask, session.ask = session.asked, session.ask, None
         self.table.waiting.pop(id(session), None)
         drafted_ns = time.monotonic_ns() - ask.started_ns if ask.started_ns else 0
         if drafted_ns:
             self._metrics.draft_seconds.observe(drafted_ns / 1e9)
-        command = ask.command
         chains = corrupted(chains, command, session.request_id, self._vocab_size)
         answer = Proposed(command.session_id, command.round_index, command.base_length, tuple(chains), drafted_ns)
         self._answer_queue.put(session.stream, answer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -66,10 +67,6 @@ def answer_to_pb(answer: Answer, drafter_id: str) -> pb.DraftAnswer:
     return pb.DraftAnswer(session_id=answer.session_id, proposed=proposed)
 
 
-def drain_to_pb(grace_s: float) -> pb.DraftAnswer:
-    return pb.DraftAnswer(drain=pb.DrafterDrain(grace_ms=round(grace_s * 1000)))
-
-
 def description_to_pb(kind: str, family: str, info: ModelInfo) -> pb.DescribeDrafterResponse:
     return pb.DescribeDrafterResponse(kind=kind, family=family, model=convert.model_info_to_pb(info))
 
@@ -113,9 +110,7 @@ class DrafterServicer(pb_grpc.DrafterServiceServicer):
     ) -> None:
         self._engine = engine
         self._description = description
-        self._drafter_id = drafter_id
-        self._max_queued_answers = max_queued_answers
-        self._max_message_bytes = max_message_bytes
+        self._new_stream = partial(DraftStream, drafter_id, max_queued_answers, max_message_bytes)
         self._streams: set[DraftStream] = set()
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -142,7 +137,7 @@ class DrafterServicer(pb_grpc.DrafterServiceServicer):
 
     async def drain(self, grace_s: float) -> None:
         """Tell all peers to go elsewhere, later ones included, and wait until all have gone."""
-        self._drain_message = drain_to_pb(grace_s)
+        self._drain_message = pb.DraftAnswer(drain=pb.DrafterDrain(grace_ms=round(grace_s * 1000)))
         for stream in self._streams:
             stream.put([self._drain_message])
         await self._no_streams.wait()
@@ -161,7 +156,7 @@ class DrafterServicer(pb_grpc.DrafterServiceServicer):
         await reader
 
     def _enter(self) -> DraftStream:
-        stream = DraftStream(self._drafter_id, self._max_queued_answers, self._max_message_bytes)
+        stream = self._new_stream()
         self._streams.add(stream)
         self._no_streams.clear()
         if self._drain_message is not None:

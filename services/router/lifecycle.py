@@ -17,7 +17,7 @@ from typing import Any
 from moot.core.errors import ConfigError, Draining, MootError, NoCapacity
 from moot.core.speculation.policy import make_policy
 from moot.core.types import ModelInfo
-from moot.drafters.interface import parse_entries
+from moot.drafters.interface import DrafterEntry, parse_entries
 from moot.drafters.registry import REQUEST_KINDS, create
 from moot.rpc.grpc_server import GrpcServer, termination_event, write_ready_file
 from moot.rpc.tls import PodTls, open_tls
@@ -73,10 +73,11 @@ class Peers:
         self._tasks: list[asyncio.Task[None]] = []
         self._last_served = time.monotonic()
         self.draining = False
+        fingerprint = tokenizer_fingerprint(tokenizer)
         self.targets = VerifierPool(
             link_policy,
             config.target_policy,
-            tokenizer_fingerprint(tokenizer),
+            fingerprint,
             metrics,
             self.on_state,
             lambda drafter: self.drafter_set.admit_attached(drafter.drafter_id, drafter.family),
@@ -96,41 +97,28 @@ class Peers:
             )
             for drafter_id in parse_drafters(config.drafters)
         }
-        self.local = [
-            LocalPool(
-                spec.drafter_id,
-                create(
-                    spec.kind,
-                    {"vocab_size": vocabulary_size(tokenizer), **spec.options},
-                    tokenizer_fingerprint(tokenizer),
-                ),
-                config.ejection_policy,
-                metrics,
-            )
-            for spec in parse_entries(config.in_process_drafters, "--in-process-drafters")
-        ]
-        if twice := sorted(set(self.pools).intersection(pool.drafter_id for pool in self.local)):
-            raise ConfigError(f"--drafters and --in-process-drafters both name {', '.join(twice)}: give one another id")
-        of_requests = self._request_drafters(vocabulary_size(tokenizer))
-        for pool in (*self.local, *of_requests):
-            policy.admit(pool.drafter_id, pool.held_drafter.family)
-        self.drafter_set.sources.update(self.pools)
-        self.drafter_set.sources.update({pool.drafter_id: pool for pool in (*self.local, *of_requests)})
+        vocab_size, sources = vocabulary_size(tokenizer), self.drafter_set.sources
+        sources.update(self.pools)
 
-    def _request_drafters(self, vocab_size: int) -> list[LocalPool]:
-        """Drafters that vote only where a request brings what they draft from. Their ids are their kinds."""
-        pools: list[LocalPool] = []
-        taken = {*self.pools, *(pool.drafter_id for pool in self.local)}
-        for spec in parse_entries(self._config.request_drafters, "--request-drafters"):
+        def hold(spec: DrafterEntry, *fingerprint: str) -> LocalPool:
+            drafter = create(spec.kind, {"vocab_size": vocab_size, **spec.options}, *fingerprint)
+            policy.admit(spec.drafter_id, drafter.family)
+            sources[spec.drafter_id] = pool = LocalPool(spec.drafter_id, drafter, config.ejection_policy, metrics)
+            return pool
+
+        local = parse_entries(config.in_process_drafters, "--in-process-drafters")
+        if twice := sorted(set(self.pools).intersection(spec.drafter_id for spec in local)):
+            raise ConfigError(f"--drafters and --in-process-drafters both name {', '.join(twice)}: give one another id")
+        self.local = [hold(spec, fingerprint) for spec in local]
+        # Drafters that vote only where a request brings what they draft from. Their ids are their kinds.
+        for spec in parse_entries(config.request_drafters, "--request-drafters"):
             if spec.kind not in REQUEST_KINDS or spec.drafter_id != spec.kind:
                 raise ConfigError(f"--request-drafters: there is {' and '.join(REQUEST_KINDS)}, not {spec.drafter_id}")
-            if spec.drafter_id in taken:
+            if spec.drafter_id in sources:
                 raise ConfigError(f"--request-drafters: a drafter named {spec.drafter_id} is there: give it another id")
-            drafter = create(spec.kind, {"vocab_size": vocab_size, **spec.options})
-            pools.append(LocalPool(spec.drafter_id, drafter, self._config.ejection_policy, self._metrics))
+            hold(spec)
             # What one request's prediction was worth says nothing of the next one's.
-            self.drafter_set.policy.selection.exempt.add(spec.drafter_id)
-        return pools
+            policy.selection.exempt.add(spec.drafter_id)
 
     def start(self) -> None:
         if self._tls is not None:
@@ -159,11 +147,10 @@ class Peers:
             self._last_served = time.monotonic()
         _count_states(self._metrics, "verifier", self.targets.all_links)
         _count_states(self._metrics, "drafter", [link for pool in self.pools.values() for link in pool.links.values()])
-        drafts = self._config.speculation.num_speculative_tokens > 0
         available = [drafter_id for drafter_id, pool in self.pools.items() if pool.is_available]
         self.drafter_set.note_available(available)
-        alone = drafts and not self.local and not available
-        alone = alone and not self.targets.drafts
+        drafts = self.local or available or self.targets.drafts
+        alone = self._config.speculation.num_speculative_tokens > 0 and not drafts
         self._metrics.degraded.labels("no_drafters").set(alone)
         self._metrics.degraded.labels("no_verifiers").set(not self.targets.is_available)
         if self.targets.info is not None:
@@ -244,7 +231,12 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
     if config.api_keys_file is not None:
         keys = keys | ApiKeys.from_file(config.api_keys_file)
     peers = Peers(config, tokenizer, metrics, tls)
-    store = await open_store(config.store, lambda up: _note_store(metrics, up))
+
+    def note_store(up: bool) -> None:
+        metrics.state_store_up.set(up)
+        metrics.degraded.labels("store").set(not up)
+
+    store = await open_store(config.store, note_store)
     model = ServedModel(http.served_model_names[0], tokenizer_fingerprint(tokenizer))
     rounds = Rounds(peers.targets, peers.drafter_set, store, model, metrics, config.max_buffered_commits)
     watch = LoopWatch(config.stall_limit_s)
@@ -263,9 +255,8 @@ async def serve(config: RouterConfig, terminated: asyncio.Event | None = None) -
     server = GrpcServer(config.link, (SERVICE,), config.reuse_port)
     router_service_pb2_grpc.add_RouterServiceServicer_to_server(RouterServicer(app.state.front, keys), server.server)
     admin = AdminServer(
-        metrics,
-        host=service.host,
-        port=service.metrics_port,
+        metrics.registry,
+        service,
         alive=watch.alive,
         ready=lambda: not terminated.is_set() and peers.refusal() is None and peers.model_info() is not None,
     )
@@ -302,8 +293,3 @@ async def _drain(terminated: asyncio.Event, peers: Peers, server: GrpcServer) ->
     await terminated.wait()
     peers.draining = True
     await server.set_serving(False)
-
-
-def _note_store(metrics: Metrics, up: bool) -> None:
-    metrics.state_store_up.set(up)
-    metrics.degraded.labels("store").set(not up)

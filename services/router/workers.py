@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -46,15 +45,6 @@ class WorkerMetrics(Collector):
 
     def __init__(self, addresses: Callable[[], Mapping[str, str]]) -> None:
         self._addresses = addresses
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-
-    def exposition(self) -> bytes:
-        """All workers' metrics in Prometheus's text format."""
-        return generate_latest(self._registry)
-
-    def describe(self) -> list[Metric]:
-        return []  # so that registering asks no worker
 
     def collect(self) -> list[Metric]:
         addresses = self._addresses()
@@ -143,8 +133,7 @@ def serve_workers(config: RouterConfig, argv: Sequence[str]) -> None:
         workers = Workers(config, supervisor)
         admin = AdminServer(
             WorkerMetrics(workers.addresses),
-            host=config.service.host,
-            port=config.service.metrics_port,
+            config.service,
             alive=lambda: not workers.have_served or workers.any_says_yes("/livez"),
             ready=lambda: not stop.is_set() and workers.any_says_yes("/readyz"),
         )

@@ -58,22 +58,16 @@ def test_all_repetitions_must_agree() -> None:
 
 def test_numbers_of_a_comparison() -> None:
     """Medians over repetitions; a repetition's speed is all its tokens over all its time, not a mean of speeds."""
+    off, on = {"p": [2.0], "q": [8.0]}, {"p": [1.0, 2.0, 1.0], "q": [4.0, 3.0, 1.0]}
     samples = [
         dataclasses.replace(sample(prompt=prompt, drafting=drafting), num_timed_tokens=10, decode_s=seconds)
-        for prompt, drafting, seconds in [
-            ("p", False, 2.0),
-            ("q", False, 8.0),
-            ("p", True, 1.0),
-            ("q", True, 4.0),
-            ("p", True, 2.0),
-            ("q", True, 3.0),
-            ("p", True, 1.0),
-            ("q", True, 1.0),
-        ]
+        for drafting, times in ((False, off), (True, on))
+        for prompt, listed in times.items()
+        for seconds in listed
     ]
     comparison = Comparison.of(samples)
-    off, on = comparison.speeds
-    assert (off.median, on.median, on.low, on.high) == (2.0, 4.0, 4.0, 10.0)
+    plain, drafted = comparison.speeds
+    assert (plain.median, drafted.median, drafted.low, drafted.high) == (2.0, 4.0, 4.0, 10.0)
     assert comparison.speed_up == 2.0
     assert comparison.acceptance_rate == pytest.approx(0.6)
     assert comparison.mean_acceptance_length == pytest.approx(2.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from moot.commands.system import DEMO_DRAFTER_SET
 from moot.core.errors import ConfigError
 from moot.core.types import SamplingParams
 from moot.drafters.attached.recurrent_head import RecurrentHead, embed
-from moot.drafters.interface import Ask, parse_entries
+from moot.drafters.interface import Ask, DrafterEntry, parse_entries
 from moot.drafters.registry import create
 from moot.shipped import PACKAGED, PREFIX, WORKSHOP, locate, shipped_drafters
 
@@ -31,11 +32,12 @@ BEGIN_OF_TURN = 1
 """Its <|im_start|>."""
 
 
-def options(name: str) -> tuple[str, dict[str, object]]:
-    """The kind and the options that name a shipped drafter as a person would."""
+def entry_of(name: str) -> DrafterEntry:
+    """A shipped drafter as a person names it on a command line, and what it needs to know of its target."""
     kind = name.partition("-")[0]
-    given: dict[str, object] = {FIELDS[kind]: PREFIX + name}
-    return kind, given | ({"device": "cpu"} if kind == "neural" else {"vocab_size": VOCAB_SIZE})
+    (entry,) = parse_entries([f"t={kind}:{FIELDS[kind]}={PREFIX}{name}"], "--drafters")
+    needs = {"device": "cpu"} if kind == "neural" else {"vocab_size": str(VOCAB_SIZE)}
+    return dataclasses.replace(entry, options=entry.options | needs)
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +93,11 @@ def test_its_card_says_how_it_was_made(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROPOSING)
 def test_it_proposes(name: str, prompt: list[int]) -> None:
-    """Named `shipped@NAME` it loads without its target, knows its tokenizer and proposes ids of its vocabulary."""
-    kind, given = options(name)
-    drafter = create(kind, given, FINGERPRINT)
+    """Named `shipped@NAME` it loads without its target, knows its tokenizer and proposes ids of its vocabulary; its
+    bytes are counted."""
+    entry = entry_of(name)
+    assert num_bytes_of(entry) > 1_000_000
+    drafter = create(entry.kind, entry.options, FINGERPRINT)
     assert drafter.tokenizer_fingerprint == FINGERPRINT
     ((chain,),) = drafter.propose([Ask(drafter.open(prompt, SamplingParams()), 8)])
     assert 1 <= len(chain.token_ids) <= 8
@@ -104,9 +108,9 @@ def test_it_proposes(name: str, prompt: list[int]) -> None:
 @pytest.mark.parametrize("name", PROPOSING)
 def test_another_tokenizer_is_refused(name: str) -> None:
     """Where other ids are served it never starts: its proposals would be noise."""
-    kind, given = options(name)
+    entry = entry_of(name)
     with pytest.raises(ConfigError, match=FINGERPRINT):
-        create(kind, given, "0" * 64)
+        create(entry.kind, entry.options, "0" * 64)
 
 
 def test_the_head_steps() -> None:
@@ -155,10 +159,3 @@ def test_names_that_are_none_are_refused(tmp_path: Path) -> None:
         locate("shipped@../drafters/ngram-smollm2-135m")
     assert locate(tmp_path) == tmp_path
     assert locate("org/name") == Path("org/name")
-
-
-def test_a_drafter_on_a_command_line() -> None:
-    """A shipped name goes through the notation of drafters on a command line, and its bytes are counted."""
-    (entry,) = parse_entries(["t=ngram:table=shipped@ngram-smollm2-135m:max_order=2"], "--drafters")
-    assert create(entry.kind, {"vocab_size": VOCAB_SIZE, **entry.options}).tokenizer_fingerprint == FINGERPRINT
-    assert num_bytes_of(entry) > 1_000_000

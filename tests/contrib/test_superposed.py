@@ -27,12 +27,8 @@ from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.inputs import SequenceInput
 from moot.model.runner import ModelRunner
 from moot.testing.tiny_model import make_tiny_model
+from tests.drafters.neural.draft_models import CONTEXT, COUPLED, GREEDY, PENALISED, VOCAB, exact, neural, poisoned
 
-VOCAB = 259  # of the tokenizer; the model has 300 rows, those from 259 on are padding
-CONTEXT = 96
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-COUPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=77, ignore_eos=True)
-PENALISED = SamplingParams(temperature=0.7, repetition_penalty=1.4, seed=5, ignore_eos=True)
 BIASED = SamplingParams(temperature=0.0, logit_bias={7: 100.0, 9: 99.0}, ignore_eos=True)
 WEIGHT, STRENGTH = 0.6, 0.75
 
@@ -57,13 +53,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def options(folder: Path, **more: object) -> dict[str, object]:
-    fixed = {"model": folder, "dtype": "float64", "device": "cpu", "batch_invariant": True, "num_threads": 1}
-    return fixed | more
-
-
 def superposed(folder: Path, **more: object) -> SuperposedDrafter:
-    drafter = create("superposed", options(folder, **more))
+    drafter = create("superposed", exact(folder, **more))
     assert isinstance(drafter, SuperposedDrafter)
     return drafter
 
@@ -86,7 +77,7 @@ def proposed(drafter: Drafter[Any], prefix: Sequence[int], params: SamplingParam
 def test_one_sequence_is_the_draft_model_alone(folder: Path, table: Path, params: SamplingParams) -> None:
     """With one sequence nothing is mixed and the table has nothing to tell apart: the proposals are those of `neural`,
     greedy to the last confidence; drawn, confidences know the noise, ids are the same."""
-    alone = create("neural", options(folder))
+    alone = neural(folder)
     one = superposed(folder, num_sequences=1, table=table)
     rng = random.Random(3)
     prefix = [rng.randrange(VOCAB) for _ in range(12)]
@@ -115,7 +106,7 @@ def test_after_a_proposal_the_cache_is_that_of_the_prefix(
     (first,) = drafter.propose([Ask(session, 6, 3)])
     assert len(first) == 3
     assert session.cache.length == len(prefix)
-    alone = create("neural", options(folder))
+    alone = neural(folder)
     expected = alone.open([*prefix, 1], params)
     while alone.warm(expected):
         pass
@@ -228,19 +219,12 @@ def test_the_table_changes_what_is_drafted(folder: Path, drafter: SuperposedDraf
 def test_batched_equals_alone(drafter: SuperposedDrafter) -> None:
     """Rows and sums of one forward never mix: prefixes, K, widths and parameters differ per ask (C04)."""
     rng = random.Random(9)
-    cases = [
-        (
-            [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))],
-            rng.choice([GREEDY, COUPLED, PENALISED]),
-            rng.randrange(1, 6),
-            rng.randrange(1, 5),
-        )
-        for _ in range(SESSIONS_AT_ONCE + 6)
-    ]
-    alone = [proposed(drafter, prefix, params, num_tokens, width) for prefix, params, num_tokens, width in cases]
-    sessions = [drafter.open(prefix, params) for prefix, params, _, _ in cases]
-    asks = [Ask(s, num_tokens, width) for s, (_, _, num_tokens, width) in zip(sessions, cases, strict=True)]
-    assert drafter.propose(asks) == alone
+    prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))] for _ in range(SESSIONS_AT_ONCE + 6)]
+    opened = [(prefix, rng.choice([GREEDY, COUPLED, PENALISED])) for prefix in prefixes]
+    asked = [(rng.randrange(1, 6), rng.randrange(1, 5)) for _ in prefixes]
+    alone = [proposed(drafter, *text, *limits) for text, limits in zip(opened, asked, strict=True)]
+    sessions = [drafter.open(*text) for text in opened]
+    assert drafter.propose([Ask(s, *limits) for s, limits in zip(sessions, asked, strict=True)]) == alone
     for session in sessions:
         drafter.close(session)
     assert drafter.kv_used_tokens == 0
@@ -275,11 +259,7 @@ def test_a_sequence_ends_before_an_unlikely_token(folder: Path, table: Path) -> 
 def test_context_limit_is_respected(drafter: SuperposedDrafter) -> None:
     """C21: up to its own limit it drafts what fits; past it, and where nothing is asked, it abstains."""
     near = drafter.open([1] * (CONTEXT - 3), GREEDY)
-    past, fine, empty = (
-        drafter.open([1] * (CONTEXT + 50), GREEDY),
-        drafter.open([1, 2], GREEDY),
-        drafter.open([], GREEDY),
-    )
+    past, fine, empty = (drafter.open(prefix, GREEDY) for prefix in ([1] * (CONTEXT + 50), [1, 2], []))
     answers = drafter.propose([Ask(near, 8, 2), Ask(past, 8, 2), Ask(fine, 8, 2), Ask(empty, 8, 2)])
     assert [[len(chain.token_ids) for chain in chains] for chains in answers] == [[3, 3], [], [8, 8], []]
     assert drafter.propose([Ask(fine, 0, 2), Ask(near, 8, 0)]) == [[], []]
@@ -303,17 +283,11 @@ def test_ids_in_the_padding_are_never_emitted_nor_fed(drafter: SuperposedDrafter
 
 def test_rows_that_are_not_finite_abstain_alone(folder: Path, tmp_path: Path) -> None:
     """C20: a NaN row drops that proposal only; the same batch serves the others; a sum with NaN in it ends there."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     drafted = proposed(superposed(folder), [1, 2, 3], GREEDY, 4, 3)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[200] = float("nan")
-        model.get_input_embeddings().weight[drafted[0].token_ids[0]] = float("nan")
-    model.save_pretrained(tmp_path / "model")
-    for path in folder.glob("tokenizer*"):
-        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
-    broken = superposed(tmp_path / "model", batch_invariant=False)
-    poisoned, ending, fine = (broken.open(prefix, GREEDY) for prefix in ([1, 200, 3], [1, 2, 3], [11, 12, 13]))
-    answers = broken.propose([Ask(session, 4, 3) for session in (poisoned, ending, fine)])
+    broken_folder = poisoned(folder, tmp_path / "model", 200, drafted[0].token_ids[0])
+    broken = superposed(broken_folder, batch_invariant=False)
+    sick, ending, fine = (broken.open(prefix, GREEDY) for prefix in ([1, 200, 3], [1, 2, 3], [11, 12, 13]))
+    answers = broken.propose([Ask(session, 4, 3) for session in (sick, ending, fine)])
     assert answers[0] == []
     assert [len(chain.token_ids) for chain in answers[1]] == [1, 1, 1]
     assert [len(chain.token_ids) for chain in answers[2]] == [4, 4, 4]
@@ -431,7 +405,7 @@ def test_facts_and_options(folder: Path, drafter: SuperposedDrafter, tmp_path: P
     with pytest.raises(ConfigError, match=f"option table: .*else, the draft model has {drafter.tokenizer_fingerprint}"):
         superposed(folder, table=tmp_path / "other.npz")
     with pytest.raises(ConfigError, match="what is served has served"):
-        create("superposed", options(folder), "served")
+        create("superposed", exact(folder), "served")
     for name, value in (
         ("num_sequences", 0), ("num_sequences", 17), ("table_weight", 1.5), ("table_strength", 0),
         ("min_confidence", 2), ("sharpen", 0),

@@ -94,25 +94,18 @@ def test_the_opening_is_not_a_round() -> None:
     assert state.mean_acceptance_length is None
 
 
-def test_a_round_counts_the_next_token_in_neither() -> None:
-    """Draft of four, two accepted: four drafted, two accepted, three committed; acceptance length 3."""
+@pytest.mark.parametrize("parents", [(ROOT, 0, 1, 2), (ROOT, ROOT, 1, 1)], ids=["chain", "tree"])
+def test_a_round_counts_the_next_token_in_neither(parents: tuple[int, ...]) -> None:
+    """Draft of four, two accepted: four drafted, two accepted, three committed; acceptance length 3. A tree counts
+    every node that was verified, and positions by depth, not by index."""
     state = opened(generation())
-    draft = Draft.chain((6, 7, 8, 9))
-    done = state.advance(Verification(4, 2, (6, 7, 5)), draft)
-    assert (done.output_token_ids, done.num_accepted, done.finish_reason) == ((6, 7, 5), 2, None)
+    ids = (6, 7, 5) if parents[1] == 0 else (7, 9, 5)
+    done = state.advance(Verification(4, 2, ids), Draft((6, 7, 8, 9), parents))
+    assert (done.output_token_ids, done.num_accepted, done.finish_reason) == (ids, 2, None)
     assert (state.num_draft_tokens, state.num_accepted_tokens) == (4, 2)
     assert state.num_accepted_tokens_per_position == [1, 1]
     assert state.acceptance_rate == 0.5
     assert state.mean_acceptance_length == 3.0
-
-
-def test_a_tree_counts_every_node_and_positions_by_depth() -> None:
-    """draft tokens counts all nodes verified; the position of an accepted one is its depth, not its index."""
-    state = opened(generation())
-    draft = Draft((6, 7, 8, 9), (ROOT, ROOT, 1, 1))
-    state.advance(Verification(4, 2, (7, 9, 5)), draft)
-    assert state.num_draft_tokens == 4
-    assert state.num_accepted_tokens_per_position == [1, 1]
 
 
 def test_no_draft_is_plain_decoding_by_the_same_code() -> None:
@@ -139,18 +132,11 @@ def test_a_stop_inside_the_block_cuts_text_and_counters_at_the_same_token(place:
     assert broken_invariants(state) == ""
 
 
-def wrong_count_past_the_stop(state: Generation, verification: Verification, draft: Draft, kept: int) -> None:
-    """A wrong rule: counters take what the verifier accepted, the text is cut afterwards."""
-    state.advance(verification, draft)
-    del state.output_token_ids[state.base_length - len(PROMPT) - len(verification.output_token_ids) + kept :]
-
-
 def test_counting_past_the_stop_is_detected() -> None:
-    """C30: the invariants reject counters that include text cut off by a stop."""
+    """C30: the invariants reject counters that take all that the verifier accepted where a stop cuts the text."""
     state = generation(32)
-    draft = Draft.chain((6, 7, 8, 9))
-    wrong_count_past_the_stop(state, Verification(3, 4, (6, 7, 8, 9, 5)), draft, 1)
-    assert state.output_token_ids == [6]
+    state.advance(Verification(3, 4, (6, 7, 8, 9, 5)), Draft.chain((6, 7, 8, 9)))
+    del state.output_token_ids[1:]
     assert broken_invariants(state) == "more accepted than committed"
 
 
@@ -249,9 +235,8 @@ def test_a_moved_request_opens_where_it_stood() -> None:
 def test_an_opening_may_end_the_request() -> None:
     """max_tokens 1, an end token first, or a stop string as the first token: over without a round."""
     assert opened(generation(1)).finish_reason is FinishReason.LENGTH
-    ended = generation()
+    ended, stopped = generation(), generation()
     ended.open(Verification(3, 0, (END,), FinishReason.STOP))
-    assert ended.finish_reason is FinishReason.STOP
-    stopped = generation()
     stopped.open(Verification(3, 0, (6,)), 1, stopped=True)
-    assert (stopped.finish_reason, stopped.output_token_ids) == (FinishReason.STOP, [6])
+    assert ended.finish_reason is stopped.finish_reason is FinishReason.STOP
+    assert stopped.output_token_ids == [6]

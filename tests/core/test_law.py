@@ -154,7 +154,7 @@ def test_law_of_texts_with_drafts(kind: str) -> None:
     A draft coupled through the noise, or chosen by a vote over such drafts, depends on what the target draws next;
     the law of the text does not notice.
     """
-    draws = 30_000
+    draws = 10_000
     grid = gumbel_grid(hash_grid(np.repeat(np.arange(draws), 3).tolist(), list(range(3)) * draws, 3))
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = 0

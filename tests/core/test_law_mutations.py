@@ -55,9 +55,10 @@ def ratio(target_probs: Law, draft_probs: Law, token: int) -> Fraction:
     return min(Fraction(1), target_probs[token] / draft_probs[token]) if draft_probs[token] else Fraction(1)
 
 
-def accept_or_else(token: int, accept: Fraction, rejected: Law) -> Law:
-    """Law of the emitted token: `token` when accepted, else drawn from `rejected`."""
-    return plus(tuple(accept * x for x in point(token)), rejected, 1 - accept)
+def checked(token: int, draft_probs: Law, rest: Law | None = None) -> Law:
+    """Law of the emitted token: `token` where it passes as drawn from `draft_probs`, else one of `rest`."""
+    accept = ratio(TARGET, draft_probs, token)
+    return plus(tuple(accept * x for x in point(token)), rest or residual(TARGET, draft_probs), 1 - accept)
 
 
 def candidates(laws: Sequence[Law] = DRAFTERS) -> Iterator[tuple[tuple[int, ...], Fraction]]:
@@ -80,15 +81,6 @@ def elect(tokens: tuple[int, ...]) -> tuple[int, int]:
     return token, tokens.index(token)
 
 
-# Right rules, enumerated by the same parts.
-
-
-def one_honest_sample() -> Law:
-    """Speculative sampling of one token drawn from the very law it is tested with."""
-    q = DRAFTERS[0]
-    return over_candidates(lambda t: accept_or_else(t[0], ratio(TARGET, q, t[0]), residual(TARGET, q)), [q])
-
-
 def one_after_the_other(tokens: Sequence[int], laws: Sequence[Law]) -> Law:
     """Multi-candidate sampling: each candidate is tested against the residual that the ones before left."""
     emitted, remaining, target_probs = ZERO, Fraction(1), TARGET
@@ -100,133 +92,144 @@ def one_after_the_other(tokens: Sequence[int], laws: Sequence[Law]) -> Law:
     return plus(emitted, target_probs, remaining)
 
 
-def several_in_a_fixed_order() -> Law:
-    return over_candidates(lambda tokens: one_after_the_other(tokens, DRAFTERS))
-
-
-# Wrong rules.
-
-
-def winner_s_own_law() -> Law:
-    """A voted token, tested with the law of the drafter that won, as if that drafter alone had drawn it."""
-
-    def emitted(tokens: tuple[int, ...]) -> Law:
-        token, winner = elect(tokens)
-        return accept_or_else(token, ratio(TARGET, DRAFTERS[winner], token), residual(TARGET, DRAFTERS[winner]))
-
-    return over_candidates(emitted)
-
-
-def weighted_mixture() -> Law:
-    """A voted token, tested with the weighted mixture of the drafters' laws."""
-    mixture = ZERO
+def mixture() -> Law:
+    result = ZERO
     for weight, probs in zip(WEIGHTS, DRAFTERS, strict=True):
-        mixture = plus(mixture, probs, weight)
-    rest = residual(TARGET, mixture)
-    return over_candidates(
-        lambda tokens: accept_or_else(elect(tokens)[0], ratio(TARGET, mixture, elect(tokens)[0]), rest)
-    )
+        result = plus(result, probs, weight)
+    return result
 
 
-def argmax_draft_softmax_test() -> Law:
-    """The draft is the likeliest token, but ratio and residual use the whole law."""
-    q = DRAFTERS[0]
-    token = q.index(max(q))
-    return accept_or_else(token, ratio(TARGET, q, token), residual(TARGET, q))
+def chosen(tokens: tuple[int, ...], order: Sequence[int]) -> Law:
+    """The candidates of these drafters, one after the other."""
+    return one_after_the_other([tokens[i] for i in order], [DRAFTERS[i] for i in order])
 
 
-def order_of_votes() -> Law:
-    """Several sampled candidates, tested in an order that depends on what was sampled."""
-
-    def emitted(tokens: tuple[int, ...]) -> Law:
-        order = sorted(range(len(tokens)), key=lambda i: (-tokens.count(tokens[i]), tokens[i], i))
-        return one_after_the_other([tokens[i] for i in order], [DRAFTERS[i] for i in order])
-
-    return over_candidates(emitted)
+def by_votes(tokens: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(tokens)), key=lambda i: (-tokens.count(tokens[i]), tokens[i], i))
 
 
-def merged_duplicates() -> Law:
-    """Several sampled candidates, but a token that two drafters drew is tested once, as a trie holds it."""
-
-    def emitted(tokens: tuple[int, ...]) -> Law:
-        first = [i for i, token in enumerate(tokens) if token not in tokens[:i]]
-        return one_after_the_other([tokens[i] for i in first], [DRAFTERS[i] for i in first])
-
-    return over_candidates(emitted)
-
-
-def independent_tests() -> Law:
+def independent_tests(tokens: tuple[int, ...]) -> Law:
     """K candidates, each tested against the original target law; none accepted: drawn from it."""
-
-    def emitted(tokens: tuple[int, ...]) -> Law:
-        result, remaining = ZERO, Fraction(1)
-        for token, q in zip(tokens, DRAFTERS, strict=True):
-            accept = ratio(TARGET, q, token)
-            result = plus(result, point(token), remaining * accept)
-            remaining *= 1 - accept
-        return plus(result, TARGET, remaining)
-
-    return over_candidates(emitted)
+    result, remaining = ZERO, Fraction(1)
+    for token, probs in zip(tokens, DRAFTERS, strict=True):
+        accept = ratio(TARGET, probs, token)
+        result = plus(result, point(token), remaining * accept)
+        remaining *= 1 - accept
+    return plus(result, TARGET, remaining)
 
 
+def races(first: Law, second: Law) -> dict[tuple[int, int], Fraction]:
+    """P(a race by `first` is won by x and one by `second` by y), both run on the same exponential noise.
+
+    Token i arrives at E_i / law_i: the Gumbel-max trick. Where E_y = t E_x, all others arrive later than both winners
+    with probability exp(-E_x c(t)), c piecewise linear: over E_x that is 1 / c(t)^2, and over t a sum of fractions.
+    """
+    joint: dict[tuple[int, int], Fraction] = {}
+    for x, y in product(VOCAB, VOCAB):
+        if not first[x] or not second[y]:
+            continue
+        others = [i for i in VOCAB if i not in (x, y)]
+        if x == y:
+            slower = [max(first[i] / first[x], second[i] / second[x]) for i in others]
+            joint[x, y] = 1 / (1 + sum(slower))
+            continue
+        # y is slower in the first race, x in the second.
+        low = first[y] / first[x]
+        high = second[y] / second[x] if second[x] else None
+        turns = {first[i] / first[x] * second[y] / second[i] for i in others if second[i]}
+        points = [low, *sorted(t for t in turns if low < t and (high is None or t < high))]
+        ends: list[Fraction | None] = [*points[1:], high]
+        total = Fraction(0)
+        for begin, end in zip(points, ends, strict=True):
+            if end is not None and end <= begin:
+                continue
+            middle = begin + 1 if end is None else (begin + end) / 2
+            flat, rising = Fraction(1), Fraction(1)
+            for i in others:
+                still, moving = first[i] / first[x], second[i] / second[y]
+                if moving * middle > still:
+                    rising += moving
+                else:
+                    flat += still
+            # The integral of 1 / (flat + rising t)^2.
+            total += (1 / (flat + rising * begin) - (0 if end is None else 1 / (flat + rising * end))) / rising
+        joint[x, y] = total
+    return joint
+
+
+def on_the_drafts_noise(token: int, draft_probs: Law) -> Law:
+    """What is drawn after a rejection, given the drafted token, where drafter and target draw on the same noise."""
+    joint = races(draft_probs, residual(TARGET, draft_probs))
+    return tuple(joint.get((token, other), Fraction(0)) / draft_probs[token] for other in VOCAB)
+
+
+Rule = tuple[Callable[[tuple[int, ...]], Law], Sequence[Law]]
+"""The law of the emitted token given what was drawn, and the drafters that draw, each one candidate."""
+
+ONE, BEST = DRAFTERS[0], DRAFTERS[0].index(max(DRAFTERS[0]))
 TOP_K_TARGET = normalised([*TARGET[:2], Fraction(0), Fraction(0)])
+LIKELIEST = sorted(VOCAB, key=lambda token: -TARGET[token])[:2]
 
-
-def raw_ratio_filtered_residual() -> Law:
-    """The ratio uses the raw target law, the residual the one after top-k."""
-    q = DRAFTERS[0]
-    return over_candidates(lambda t: accept_or_else(t[0], ratio(TARGET, q, t[0]), residual(TOP_K_TARGET, q)), [q])
-
-
-def dropped_when_unlikely() -> Law:
-    """A drafted token is dropped when its own probability is low; those that stay are tested as if none were."""
-    q = DRAFTERS[0]
-
-    def emitted(tokens: tuple[int, ...]) -> Law:
-        if q[tokens[0]] <= Fraction(1, 5):
-            return TARGET
-        return accept_or_else(tokens[0], ratio(TARGET, q, tokens[0]), residual(TARGET, q))
-
-    return over_candidates(emitted, [q])
-
-
-def in_the_target_s_best() -> Law:
-    """A drafted token is accepted when it is among the target's likeliest (two of four here, 50 of many)."""
-    best = sorted(VOCAB, key=lambda token: -TARGET[token])[:2]
-    return over_candidates(lambda t: point(t[0]) if t[0] in best else TARGET, [DRAFTERS[0]])
-
-
-WRONG: dict[str, tuple[Callable[[], Law], Law]] = {
-    "voted token, winner's own law": (winner_s_own_law, TARGET),
-    "voted token, weighted mixture": (weighted_mixture, TARGET),
-    "argmax draft, softmax in the test": (argmax_draft_softmax_test, TARGET),
-    "candidates in the order of votes": (order_of_votes, TARGET),
-    "duplicates merged in the trie": (merged_duplicates, TARGET),
-    "independent tests against the original law": (independent_tests, TARGET),
-    "raw ratio, filtered residual": (raw_ratio_filtered_residual, TOP_K_TARGET),
-    "dropped for its own low probability": (dropped_when_unlikely, TARGET),
-    "among the target's likeliest": (in_the_target_s_best, TARGET),
+RIGHT: dict[str, Rule] = {
+    "one token, tested with the very law it is drawn from": (lambda t: checked(t[0], ONE), [ONE]),
+    "several candidates in a fixed order": (lambda t: one_after_the_other(t, DRAFTERS), DRAFTERS),
+}
+WRONG: dict[str, Rule] = {
+    # As if the drafter that won had drawn it alone.
+    "voted token, winner's own law": (lambda t: checked(elect(t)[0], DRAFTERS[elect(t)[1]]), DRAFTERS),
+    "voted token, weighted mixture": (lambda t: checked(elect(t)[0], mixture()), DRAFTERS),
+    "argmax draft, softmax in the test": (lambda t: checked(BEST, ONE), [ONE]),
+    # An order that depends on what was sampled.
+    "candidates in the order of votes": (lambda t: chosen(t, by_votes(t)), DRAFTERS),
+    # A token that two drafters drew is tested once, as a trie holds it.
+    "duplicates merged in the trie": (lambda t: chosen(t, [i for i, x in enumerate(t) if x not in t[:i]]), DRAFTERS),
+    "independent tests against the original law": (independent_tests, DRAFTERS),
+    "raw ratio, filtered residual": (lambda t: checked(t[0], ONE, residual(TOP_K_TARGET, ONE)), [ONE]),
+    # Those that stay are tested as if none were dropped.
+    "dropped for its own low probability": (
+        lambda t: TARGET if ONE[t[0]] <= Fraction(1, 5) else checked(t[0], ONE),
+        [ONE],
+    ),
+    # Shared noise goes with equality alone. It was seen in a public server.
+    "shared noise, accepted by the ratio": (
+        lambda t: checked(t[0], DRAFTERS[2], on_the_drafts_noise(t[0], DRAFTERS[2])),
+        [DRAFTERS[2]],
+    ),
+    # Two of four here, 50 of many.
+    "among the target's likeliest": (lambda t: point(t[0]) if t[0] in LIKELIEST else TARGET, [ONE]),
 }
 
 
-@pytest.mark.parametrize("rule", [one_honest_sample, several_in_a_fixed_order])
-def test_right_rules_are_exact(rule: Callable[[], Law]) -> None:
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_rules_are_exact(name: str) -> None:
     """The enumeration itself is right: rules proven exact come out with total variation 0, in rational numbers."""
-    assert rule() == TARGET
+    assert over_candidates(*RIGHT[name]) == TARGET
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_rule_is_biased_and_caught(name: str) -> None:
     """A token decided by a probability that is not the law it was drawn from is biased, and the checker sees it."""
-    rule, target = WRONG[name]
-    emitted = rule()
+    target = TOP_K_TARGET if "filtered" in name else TARGET
+    emitted = over_candidates(*WRONG[name])
     assert sum(emitted) == 1
     assert total_variation(emitted, target) > 0.01
     rng = np.random.default_rng(1)
-    wrong = rng.multinomial(DRAWS, np.array(emitted, dtype=np.float64))
-    right = rng.multinomial(DRAWS, np.array(target, dtype=np.float64))
-    assert not follows(wrong, np.array(target, dtype=np.float64))
-    assert follows(right, np.array(target, dtype=np.float64))
+    law_of_target = np.array(target, dtype=np.float64)
+    assert not follows(rng.multinomial(DRAWS, np.array(emitted, dtype=np.float64)), law_of_target)
+    assert follows(rng.multinomial(DRAWS, law_of_target), law_of_target)
+
+
+def test_races_on_shared_noise_are_won_as_each_alone_would_be() -> None:
+    """The joint law that the rule of shared noise stands on: its margins are the two laws, and equal laws always have
+    one winner."""
+    for first, second in product((TARGET, *DRAFTERS), repeat=2):
+        joint = races(first, second)
+        for one in VOCAB:
+            assert sum(joint.get((one, other), Fraction(0)) for other in VOCAB) == first[one]
+            assert sum(joint.get((other, one), Fraction(0)) for other in VOCAB) == second[one]
+    assert races(TARGET, TARGET) == {(x, x): TARGET[x] for x in VOCAB} | {
+        (x, y): Fraction(0) for x, y in product(VOCAB, repeat=2) if x != y
+    }
 
 
 def _voted_draft(tokens: tuple[int, ...], seconds: tuple[int, ...], shape: str) -> Draft:

@@ -31,18 +31,13 @@ def test_token_is_the_argmax_of_logp_plus_noise() -> None:
         assert sample_token(logits, params, position, [], []) == scores.index(max(scores))
 
 
-def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
-    """C01: two logits with the same maximum are decided by the id, always."""
-    assert sample_token([1.0, 3.0, 3.0, 2.0], SamplingParams(temperature=0.0), 5, [], []) == 1
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1e-9, 1e-6, 9.999e-6])
 def test_below_the_one_limit_everything_is_greedy(temperature: float) -> None:
-    """C18: temperatures under 1e-5 are greedy whatever the seed, even where noise could turn a near tie."""
-    logits = [1.0, 1.0 + 1e-12]
-    assert {
-        sample_token(logits, SamplingParams(temperature=temperature, seed=seed), 0, [], []) for seed in range(50)
-    } == {1}
+    """C18: temperatures under 1e-5 are greedy whatever the seed, even where noise could turn a near tie; of equal
+    logits the lowest id is taken, always (C01)."""
+    for logits in ([1.0, 1.0 + 1e-12], [0.0, 1.0, 1.0]):
+        every = [SamplingParams(temperature=temperature, seed=seed) for seed in range(50)]
+        assert {sample_token(logits, params, 0, [], []) for params in every} == {1}
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-3, 2.0])
@@ -63,21 +58,38 @@ def test_temperature_two_flattens() -> None:
     assert law == pytest.approx([1 / 3, 2 / 3])
 
 
-def test_top_k_takes_the_lowest_ids_of_a_tie() -> None:
-    """Filters work on (logit descending, id ascending): exactly k tokens stay, also where logits are equal."""
-    assert kept([1.0, 2.0, 1.0, 2.0, 1.0], top_k=3) == [0, 1, 3]
-    assert kept([1.0, 2.0, 1.0], top_k=9) == [0, 1, 2]
-    assert kept([1.0, 2.0, 1.0], top_k=0) == [0, 1, 2]
+HALVES = [math.log(0.5), math.log(0.25), math.log(0.125), math.log(0.125)]
+TIED = [1.0, 2.0, 1.0, 2.0, 1.0]
+THIRDS = [math.log(0.4), math.log(0.3), math.log(0.3)]
 
 
-def test_top_p_keeps_the_token_that_crosses() -> None:
-    """The nucleus ends with the token that reaches p, and holds at least one."""
-    logits = [math.log(0.5), math.log(0.25), math.log(0.125), math.log(0.125)]
-    assert kept(logits, top_p=0.6) == [0, 1]
-    assert kept(logits, top_p=0.5) == [0]
-    assert kept(logits, top_p=0.875) == [0, 1, 2]
-    assert kept(logits, top_p=1e-9) == [0]
-    assert kept(logits, top_p=1.0) == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("logits", "filters", "left"),
+    [
+        # Exactly k tokens by (logit descending, id ascending), also where logits are equal.
+        (TIED, {"top_k": 3}, [0, 1, 3]),
+        (TIED, {"top_k": 9}, [0, 1, 2, 3, 4]),
+        (TIED, {"top_k": 0}, [0, 1, 2, 3, 4]),
+        # The nucleus ends with the token that reaches p, and holds at least one.
+        (HALVES, {"top_p": 0.6}, [0, 1]),
+        (HALVES, {"top_p": 0.5}, [0]),
+        (HALVES, {"top_p": 0.875}, [0, 1, 2]),
+        (HALVES, {"top_p": 1e-9}, [0]),
+        (HALVES, {"top_p": 1.0}, [0, 1, 2, 3]),
+        # It acts on the mass that top-k left: 0.4 of 0.7 already crosses 0.55.
+        (THIRDS, {"top_k": 2, "top_p": 0.55}, [0]),
+        (THIRDS, {"top_p": 0.55}, [0, 1]),
+        # At least min_p times the highest probability, equality included.
+        ([0.0, math.log(0.5), math.log(0.49)], {"min_p": 0.5}, [0, 1]),
+        ([2.0, 2.0, 1.9], {"min_p": 1.0}, [0, 1]),
+        # Temperature comes first: at 2 the second token is above min_p, at 1 it is not.
+        ([0.0, math.log(0.25)], {"min_p": 0.4}, [0]),
+        ([0.0, math.log(0.25)], {"min_p": 0.4, "temperature": 2.0}, [0, 1]),
+    ],
+)
+def test_filters_leave_what_they_say(logits: list[float], filters: dict[str, float], left: list[int]) -> None:
+    """Each by itself, at its edges, and in their order: temperature, top-k, top-p, min-p."""
+    assert kept(logits, **filters) == left
 
 
 @pytest.mark.parametrize("count", [3, 7, 10, 49])
@@ -85,25 +97,6 @@ def test_top_p_on_equal_logits_counts_exactly(count: int) -> None:
     """n equal logits: p = m / n keeps the m lowest ids, though sums of 1 / n in float64 would miss it."""
     for number in range(1, count):
         assert kept([0.7] * count, top_p=number / count) == list(range(number))
-
-
-def test_top_p_renormalises_after_top_k() -> None:
-    """top-p acts on the mass that top-k left: 0.4 of 0.7 already crosses 0.55."""
-    logits = [math.log(0.4), math.log(0.3), math.log(0.3)]
-    assert kept(logits, top_k=2, top_p=0.55) == [0]
-    assert kept(logits, top_p=0.55) == [0, 1]
-
-
-def test_min_p_is_relative_to_the_likeliest_and_keeps_equality() -> None:
-    """min-p keeps tokens with at least min_p times the highest probability."""
-    assert kept([0.0, math.log(0.5), math.log(0.49)], min_p=0.5) == [0, 1]
-    assert kept([2.0, 2.0, 1.9], min_p=1.0) == [0, 1]
-
-
-def test_filters_act_after_temperature() -> None:
-    """Temperature comes first: at 2 the second token is above min_p, at 1 it is not."""
-    assert kept([0.0, math.log(0.25)], min_p=0.4) == [0]
-    assert kept([0.0, math.log(0.25)], min_p=0.4, temperature=2.0) == [0, 1]
 
 
 @settings(max_examples=60)
@@ -126,14 +119,11 @@ def test_filters_equal_the_textbook_rules_on_generic_logits(draw: int, top_p: fl
 
 
 def test_repetition_penalty_covers_prompt_and_output_others_output_only() -> None:
-    """Repetition moves positive logits down by division, negative by multiplication; prompt ids count for it alone."""
+    """Repetition moves positive logits down by division, negative by multiplication; prompt ids count for it alone. A
+    bias that makes a logit positive is then divided."""
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
     processed = process_logits([4.0, -4.0, 4.0, 4.0], params, [0, 1], [2, 2])
     assert processed == [2.0, -8.0, 4.0 / 2 - 2 * 0.25 - 0.5, 4.0]
-
-
-def test_bias_comes_before_penalties() -> None:
-    """A bias that makes a logit positive is then divided, not multiplied, by the repetition penalty."""
     params = SamplingParams(repetition_penalty=2.0, logit_bias={0: 5.0})
     assert process_logits([-1.0, 0.0], params, [0], []) == [2.0, 0.0]
 

@@ -45,6 +45,13 @@ def limits(**changes: int) -> Limits:
     return Limits(**(values | changes))
 
 
+def scheduler_of(*jobs: Job, **changes: int) -> Scheduler[Job]:
+    scheduler: Scheduler[Job] = Scheduler(limits(**changes))
+    for job in jobs:
+        scheduler.submit(job)
+    return scheduler
+
+
 def plan(scheduler: Scheduler[Job]) -> Batch[Job]:
     """The beginning of a step as the verifier does it."""
     changes = scheduler.rearrange()
@@ -67,9 +74,8 @@ def feed(batch: Batch[Job]) -> None:
 
 def test_a_long_prompt_delays_a_verification_by_one_chunk_only() -> None:
     """Each batch that carries a chunk of a long prompt carries every verification that waits."""
-    scheduler: Scheduler[Job] = Scheduler(limits())
     short, long = Job(0, 4), Job(1, 400)
-    scheduler.submit(short)
+    scheduler = scheduler_of(short)
     feed(plan(scheduler))
     scheduler.submit(long)
     for _ in range(10):
@@ -83,24 +89,20 @@ def test_a_long_prompt_delays_a_verification_by_one_chunk_only() -> None:
 
 def test_a_short_prompt_behind_a_long_one_gets_the_next_chunk() -> None:
     """Prefills take turns: the newcomer is not behind the rest of the long prompt."""
-    scheduler: Scheduler[Job] = Scheduler(limits())
     long, short = Job(0, 400), Job(1, 5)
-    scheduler.submit(long)
+    scheduler = scheduler_of(long)
     feed(plan(scheduler))
     scheduler.submit(short)
-    feed(plan(scheduler))
-    feed(plan(scheduler))
+    for _ in range(2):
+        feed(plan(scheduler))
     assert not short.has_work
 
 
 def test_verifications_over_the_budget_are_served_longest_waiting_first() -> None:
     """No session is passed over twice: the batch budget moves on to those left out."""
-    scheduler: Scheduler[Job] = Scheduler(limits(max_num_batched_tokens=33))
-    jobs = [Job(number, 4, cached=3) for number in range(4)]
-    for job in jobs:
-        job.num_draft_tokens = 15
-        scheduler.submit(job)
-    first, second = plan(scheduler), None
+    jobs = [Job(number, 4, cached=3, num_draft_tokens=15) for number in range(4)]
+    scheduler = scheduler_of(*jobs, max_num_batched_tokens=33)
+    first = plan(scheduler)
     assert [item.session.arrival for item in first.items] == [0, 1]
     feed(first)
     for job in jobs[:2]:
@@ -112,9 +114,8 @@ def test_verifications_over_the_budget_are_served_longest_waiting_first() -> Non
 
 def test_a_draft_waits_until_its_prefix_is_there() -> None:
     """After a preemption the prefix is filled as a chain, then the draft is verified in a batch of its own."""
-    scheduler: Scheduler[Job] = Scheduler(limits())
     job = Job(0, 20, cached=0, num_draft_tokens=5)
-    scheduler.submit(job)
+    scheduler = scheduler_of(job)
     seen = []
     while job.has_work:
         batch = plan(scheduler)
@@ -125,21 +126,17 @@ def test_a_draft_waits_until_its_prefix_is_there() -> None:
 
 def test_admission_is_in_order_of_age_and_bounded_by_pages_and_places() -> None:
     """A small session does not overtake a large one that waits for pages."""
-    scheduler: Scheduler[Job] = Scheduler(limits(num_pages=10))
-    for job in (Job(0, 40), Job(1, 48), Job(2, 8)):
-        scheduler.submit(job)
+    scheduler = scheduler_of(Job(0, 40), Job(1, 48), Job(2, 8), num_pages=10)
     assert [job.arrival for job in scheduler.rearrange().admitted] == [0]
     assert scheduler.num_waiting == 2
 
 
 def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     """KV that ran out is taken from the youngest; it waits before everybody who came later."""
-    scheduler: Scheduler[Job] = Scheduler(limits(num_pages=4))
     old, young = Job(0, 14), Job(1, 14)
-    for job in (old, young):
-        scheduler.submit(job)
-    feed(plan(scheduler))
-    feed(plan(scheduler))
+    scheduler = scheduler_of(old, young, num_pages=4)
+    for _ in range(2):
+        feed(plan(scheduler))
     assert (old.cached, young.cached) == (14, 14)
     scheduler.submit(late := Job(2, 3))
     for job in (old, young):
@@ -165,12 +162,10 @@ def test_everybody_is_served_and_every_bound_holds(
 ) -> None:
     """For any mix of prompts and drafts: budgets, places and pages hold at each step, and all work gets done."""
     bounds = limits(num_pages=num_pages, max_num_batched_tokens=28)
-    scheduler: Scheduler[Job] = Scheduler(bounds)
     jobs = [Job(number, length) for number, (length, _) in enumerate(plans)]
+    scheduler = scheduler_of(*jobs, num_pages=num_pages, max_num_batched_tokens=28)
     drafts = [list(rest) for _, rest in plans]
     draw = random.Random(seed)
-    for job in jobs:
-        scheduler.submit(job)
     for _ in range(400):
         batch = plan(scheduler)
         fed = [item.session for item in batch.items]

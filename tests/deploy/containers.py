@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import pytest
 
 from moot.model.decoder.kernels.library import VARIANTS, allowed_variant
 from moot.model.rows import cpu_flags
-from tests.deploy.charts import NAMESPACE, Manifest, of_kind, one
+from tests.deploy.charts import NAMESPACE, PodTemplate, Release
+from tests.programs import run
 from tests.waiting import until
 
 DOCKER = "/usr/bin/docker"
@@ -28,17 +28,10 @@ needs_engine = pytest.mark.skipif(
 
 def docker(*arguments: str, check: bool = True, timeout_s: float = 120.0) -> str:
     """What it prints, errors included where it logs."""
-    done = subprocess.run(
-        [DOCKER, *arguments],
-        env=ENVIRON,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0 or not check, f"docker {arguments[0]}: {done.stdout}"
-    return done.stdout.strip()
+    done = run(DOCKER, *arguments, env=ENVIRON, timeout_s=timeout_s)
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0 or not check, f"docker {arguments[0]}: {printed}"
+    return printed.strip()
 
 
 def logged(text: str, message: str) -> list[dict[str, Any]]:
@@ -62,32 +55,26 @@ def assert_kernels(container: str, logs: str) -> None:
 class Pod:
     """One container of a rendered pod, with its mounts, environment, confinement and probes."""
 
-    def __init__(self, pod: Manifest, manifests: tuple[Manifest, ...], folder: Path, models: Path) -> None:
-        self.component = str(pod["metadata"]["labels"]["app.kubernetes.io/component"])
-        self.name = f"{NETWORK}-{self.component}"
-        (self.container,) = pod["spec"]["containers"]
-        self.grace_s = int(pod["spec"].get("terminationGracePeriodSeconds", 30))
-        context = pod["spec"]["securityContext"]
-        arguments = ["--name", self.name, "--network", NETWORK, "--read-only", "--cap-drop", "ALL"]
-        arguments += [
-            "--security-opt",
-            "no-new-privileges",
-            "--user",
-            f"{context['runAsUser']}:{context['runAsGroup']}",
-        ]
-        for service in of_kind(manifests, "Service"):
-            if service["spec"]["selector"]["app.kubernetes.io/component"] == self.component:
+    def __init__(self, template: PodTemplate, release: Release, folder: Path, models: Path) -> None:
+        self.name = f"{NETWORK}-{template.component}"
+        self.container = template.container
+        self.grace_s = int(template.spec.get("terminationGracePeriodSeconds", 30))
+        context = template.spec["securityContext"]
+        user = f"{context['runAsUser']}:{context['runAsGroup']}"
+        arguments = ["--name", self.name, "--network", NETWORK, "--user", user]
+        arguments += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        for service in release.of_kind("Service"):
+            if service["spec"]["selector"]["app.kubernetes.io/component"] == template.component:
                 for alias in ("{}.{}.svc.cluster.local", "{}.{}.svc"):
                     arguments += ["--network-alias", alias.format(service["metadata"]["name"], NAMESPACE)]
-        for variable in self.container.get("env", []):
-            arguments += ["--env", f"{variable['name']}={variable['value']}"]
-        volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", [])}
+        for name, variable in template.env.items():
+            arguments += ["--env", f"{name}={variable['value']}"]
         for mount in self.container["volumeMounts"]:
-            volume, where = volumes[mount["name"]], mount["mountPath"]
+            volume, where = template.volumes[mount["name"]], mount["mountPath"]
             if "configMap" in volume:
-                files = folder / self.component / mount["name"]
+                files = folder / template.component / mount["name"]
                 files.mkdir(parents=True)
-                for file, text in one(manifests, "ConfigMap", volume["configMap"]["name"])["data"].items():
+                for file, text in release.by_name["ConfigMap", volume["configMap"]["name"]]["data"].items():
                     (files / file).write_text(text)
                 arguments += ["--volume", f"{files}:{where}:ro"]
             elif "persistentVolumeClaim" in volume:
@@ -122,14 +109,7 @@ class Pod:
             except httpx.TransportError:
                 return False
         if "exec" in probe:
-            done = subprocess.run(
-                [DOCKER, "exec", self.name, *probe["exec"]["command"]],
-                env=ENVIRON,
-                capture_output=True,
-                timeout=30,
-                check=False,
-            )
-            return done.returncode == 0
+            return run(DOCKER, "exec", self.name, *probe["exec"]["command"], env=ENVIRON).returncode == 0
         return True
 
     def await_probe(self, which: str) -> None:

@@ -10,12 +10,15 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from tests.answering import Answer, Request, answering
 
 Object = dict[str, Any]
 VERSION = {"major": "1", "minor": "33", "gitVersion": "v1.33.0", "platform": "linux/amd64"}
@@ -32,6 +35,9 @@ KINDS = {
     "cert-manager.io/v1": "Certificate",
 }
 """What a cluster with everything that the chart can use knows of; all of it lives in namespaces."""
+
+
+RECORD = "sh.helm.release"
 
 
 def plural(kind: str) -> str:
@@ -72,6 +78,11 @@ def merged(old: Object, patch: Object) -> Object:
     return found
 
 
+def failure(code: int, reason: str, message: str) -> tuple[int, Object]:
+    status = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
+    return code, {**status, "reason": reason, "code": code, "message": message}
+
+
 class ObjectServer:
     """`objects`: by path; `written`: method and path of each change, in order."""
 
@@ -90,32 +101,41 @@ class ObjectServer:
     def of_release(self) -> dict[tuple[str, str], Object]:
         """By kind and name, without helm's own records."""
         found = {(one["kind"], one["metadata"]["name"]): one for one in self.objects.values()}
-        return {key: one for key, one in found.items() if not key[1].startswith("sh.helm.release")}
+        return {key: one for key, one in found.items() if not key[1].startswith(RECORD)}
 
-    def answer(self, method: str, url: str, body: Object | None, merges: bool = False) -> tuple[int, Object]:
+    def records(self) -> list[bytes]:
+        """Helm's own: what its Secrets hold."""
+        secrets = [one["data"] for one in self.objects.values() if one["metadata"]["name"].startswith(RECORD)]
+        return [base64.b64decode(data["release"]) for data in secrets]
+
+    def respond(self, request: Request) -> Answer:
+        merges = "merge-patch" in request.headers.get("content-type", "")
+        with self._lock:
+            status, found = self._answer(request.method, request.path, read_object(request.body), merges)
+        return Answer(json.dumps(found).encode(), status, {"Content-Type": "application/json"})
+
+    def _answer(self, method: str, url: str, body: Object | None, merges: bool) -> tuple[int, Object]:
         """Status and body. `merges`: a patch is what differs, not the whole object."""
         parts = urlsplit(url)
         path = parts.path.rstrip("/")
-        with self._lock:
-            if method == "GET" and path in self._fixed:
-                return 200, self._fixed[path]
-            if method != "GET":
-                self.written.append((method, path))
-            match method:
-                case "GET" if path in self.objects:
-                    return 200, self.objects[path]
-                case "GET" if path.rpartition("/")[2] in self._plurals:
-                    return 200, self._list(path, parse_qs(parts.query).get("labelSelector", [""])[0])
-                case "POST":
-                    assert body is not None
-                    return self._put(f"{path}/{body['metadata']['name']}", body, fresh=True)
-                case "PUT" | "PATCH":
-                    assert body is not None
-                    return self._put(path, merged(self.objects[path], body) if merges else body)
-                case "DELETE" if path in self.objects:
-                    return 200, self.objects.pop(path)
-        missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
-        return 404, {**missing, "message": f"{path} not found"}
+        if method == "GET" and path in self._fixed:
+            return 200, self._fixed[path]
+        if method != "GET":
+            self.written.append((method, path))
+        match method:
+            case "GET" if path in self.objects:
+                return 200, self.objects[path]
+            case "GET" if path.rpartition("/")[2] in self._plurals:
+                return 200, self._list(path, parse_qs(parts.query).get("labelSelector", [""])[0])
+            case "POST":
+                assert body is not None
+                return self._put(f"{path}/{body['metadata']['name']}", body, fresh=True)
+            case "PUT" | "PATCH":
+                assert body is not None
+                return self._put(path, merged(self.objects[path], body) if merges else body)
+            case "DELETE" if path in self.objects:
+                return 200, self.objects.pop(path)
+        return failure(404, "NotFound", f"{path} not found")
 
     @property
     def _plurals(self) -> set[str]:
@@ -124,8 +144,7 @@ class ObjectServer:
     def _put(self, path: str, body: Object, fresh: bool = False) -> tuple[int, Object]:
         """A whole object: one that is created, replaced, or applied by its only owner."""
         if fresh and path in self.objects:
-            exists = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "AlreadyExists", "code": 409}
-            return 409, {**exists, "message": f"{path} exists"}
+            return failure(409, "AlreadyExists", f"{path} exists")
         status = 200 if path in self.objects else 201
         self.objects[path] = body
         return status, body
@@ -170,66 +189,19 @@ def _entries(message: list[tuple[int, bytes]], number: int) -> Iterator[tuple[by
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
     """Number and bytes of each field that has bytes; numbers are passed over."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value
-            shift += 7
-
-    while at < len(message):
-        number, kind = divmod(varint(), 8)
-        size = varint()
-        if kind == 2:
-            yield number, message[at : at + size]
-            at += size
-        elif kind != 0:
-            raise ValueError(f"wire type {kind} of field {number}")
+    for field in UnknownFieldSet(Empty.FromString(message)):
+        if field.wire_type == 2:
+            yield field.field_number, field.data
 
 
 @contextmanager
 def object_server(folder: Path) -> Iterator[tuple[ObjectServer, Path]]:
     """The server on a free loopback port, and a kubeconfig in `folder` that names it."""
     objects = ObjectServer()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-        def respond(self) -> None:
-            sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            merges = "merge-patch" in self.headers.get("Content-Type", "")
-            status, found = objects.answer(self.command, self.path, read_object(sent), merges)
-            encoded = json.dumps(found).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(encoded)))
-            self.end_headers()
-            self.wfile.write(encoded)
-
-        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = respond
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    named = {"name": "test", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
-    context = {"name": "test", "context": {"cluster": "test", "user": "test"}}
-    config = {"clusters": [named], "contexts": [context], "users": [{"name": "test", "user": {}}]}
-    path = folder / "kubeconfig"
-    path.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **config, "current-context": "test"}))
-    try:
+    with answering(objects.respond) as url:
+        named = {"name": "test", "cluster": {"server": url}}
+        context = {"name": "test", "context": {"cluster": "test", "user": "test"}}
+        config = {"clusters": [named], "contexts": [context], "users": [{"name": "test", "user": {}}]}
+        path = folder / "kubeconfig"
+        path.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **config, "current-context": "test"}))
         yield objects, path
-    finally:
-        server.shutdown()
-        thread.join(timeout=10)
-        server.server_close()

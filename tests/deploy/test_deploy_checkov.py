@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-from pathlib import Path
+import shutil
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.deploy.charts import ROOT, SCENARIOS, TOOLS, rendered, tool
+from tests.deploy.charts import CONFIGS, ROOT, SCENARIOS, rendered, tool
+from tests.programs import output, run
 
 IN_CLUSTER = {
     "CKV_K8S_11": (".*", "a CPU limit throttles a latency-bound step in the middle; requests set the share instead"),
@@ -27,61 +27,37 @@ IN_IMAGES = {
 }
 
 
-def findings(arguments: list[str], framework: str, folder: Path) -> list[tuple[str, str]]:
-    """Check and resource of everything that fails."""
-    tool("venv/bin/checkov")
-    quiet = ["--compact", "--quiet", "--skip-download", "-o", "json"]
-    done = subprocess.run(
-        [TOOLS / "venv" / "bin" / "checkov", *arguments, "--framework", framework, *quiet],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=folder,
-        check=False,
-    )
-    report: Any = json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What checkov says of all scenarios and Dockerfiles, by framework."""
+    folder = tmp_path_factory.mktemp("checked")
+    for scenario in SCENARIOS:
+        (folder / f"{scenario}.yaml").write_text(yaml.dump_all(rendered(scenario).objects, Dumper=yaml.CSafeDumper))
+    for service in CONFIGS:
+        (folder / service).mkdir()
+        shutil.copy(ROOT / "services" / service / "Dockerfile", folder / service)
+    flags = ("--framework", "kubernetes", "dockerfile", "--compact", "--quiet", "--skip-download", "-o", "json")
+    done = run(tool("venv/bin/checkov"), "-d", ".", *flags, cwd=folder, timeout_s=200)
+    return {report["check_type"]: report for report in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize(("framework", "allowed"), [("kubernetes", IN_CLUSTER), ("dockerfile", IN_IMAGES)])
+def test_there_are_no_unexplained_findings(
+    reports: dict[str, Any], framework: str, allowed: dict[str, tuple[str, str]]
+) -> None:
+    """Every finding in any scenario or image is an exception of the table, and every exception is needed."""
+    report = reports[framework]
     assert report["summary"]["parsing_errors"] == 0
     assert report["summary"]["passed"] > 0
-    return [(one["check_id"], one["resource"]) for one in report["results"]["failed_checks"]]
+    found = [(one["check_id"], one["resource"]) for one in report["results"]["failed_checks"]]
+    assert [one for one in found if one[0] not in allowed or not re.fullmatch(allowed[one[0]][0], one[1])] == []
+    assert {check for check, _ in found} == set(allowed)
 
 
-def unexplained(found: list[tuple[str, str]], allowed: dict[str, tuple[str, str]]) -> list[tuple[str, str]]:
-    return [
-        (check, resource)
-        for check, resource in found
-        if check not in allowed or not re.fullmatch(allowed[check][0], resource)
-    ]
-
-
-def test_rendered_objects_have_no_unexplained_findings(tmp_path: Path) -> None:
-    """Every finding in any scenario is an exception of the table, and every exception is needed."""
-    for scenario in SCENARIOS:
-        (tmp_path / f"{scenario}.yaml").write_text(yaml.safe_dump_all(rendered(scenario)))
-    found = findings(["-d", "."], "kubernetes", tmp_path)
-    assert unexplained(found, IN_CLUSTER) == []
-    assert {check for check, _ in found} == set(IN_CLUSTER)
-
-
-def test_dockerfiles_have_no_unexplained_findings() -> None:
-    """The same for the images."""
-    files = [f"services/{service}/Dockerfile" for service in ("router", "verifier", "drafter")]
-    found = findings([part for file in files for part in ("-f", file)], "dockerfile", ROOT)
-    assert unexplained(found, IN_IMAGES) == []
-    assert {check for check, _ in found} == set(IN_IMAGES)
-
-
-@pytest.mark.parametrize("service", ["router", "verifier", "drafter"])
+@pytest.mark.parametrize("service", CONFIGS)
 def test_dockerfiles_pass_hadolint(service: str) -> None:
     """Exceptions stand in the Dockerfile, each with its reason."""
-    done = subprocess.run(
-        [tool("venv/bin/hadolint"), f"services/{service}/Dockerfile"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    assert output(tool("venv/bin/hadolint"), f"services/{service}/Dockerfile", cwd=ROOT) == ""
 
 
 def test_images_have_the_torch_that_was_checked() -> None:
@@ -93,7 +69,7 @@ def test_images_have_the_torch_that_was_checked() -> None:
 def test_build_stages_are_alike() -> None:
     """What images are built by is written once: the Dockerfiles differ in extras and torch alone."""
     stages = set()
-    for service in ("router", "verifier", "drafter"):
+    for service in CONFIGS:
         text = (ROOT / "services" / service / "Dockerfile").read_text()
         stage = text.partition("AS build\n")[2].partition("\nFROM")[0]
         stage = re.sub(r"(?<=install.sh requirements ).*", "EXTRAS", stage)

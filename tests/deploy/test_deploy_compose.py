@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +12,19 @@ import pytest
 import yaml
 
 from moot.config import load_config
-from services.drafter.config import DrafterConfig
-from services.router.config import RouterConfig
 from services.router.peers.discovery import parse_drafters, parse_source
-from services.verifier.config import VerifierConfig
-from tests.deploy.charts import CHART, ROOT, tool
+from tests.deploy.charts import CHART, CONFIGS, ROOT, tool
+from tests.programs import output
 
-CONFIGS: dict[str, type] = {"router": RouterConfig, "verifier": VerifierConfig, "drafter": DrafterConfig}
+CPU, GPU = (), ("--profile", "gpu")
+"""The arguments of either profile; the first is the one in .env."""
 
 
-def composed(*arguments: str) -> dict[str, Any]:
-    """What Compose makes of the file, with a profile or with the one in .env."""
-    done = subprocess.run(
-        [tool("venv/bin/docker-compose"), *arguments, "config", "--format", "json"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    loaded: dict[str, Any] = json.loads(done.stdout)
-    return loaded
+@functools.cache
+def composed(*profile: str) -> dict[str, Any]:
+    """The services that Compose makes of the file."""
+    compose = tool("venv/bin/docker-compose")
+    return dict(json.loads(output(compose, *profile, "config", "--format", "json", cwd=ROOT))["services"])
 
 
 def programs(services: dict[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -46,10 +37,10 @@ def programs(services: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("profile", "verifier"), [((), "verifier"), (("--profile", "gpu"), "verifier-gpu")])
+@pytest.mark.parametrize(("profile", "verifier"), [(CPU, "verifier"), (GPU, "verifier-gpu")])
 def test_a_profile_is_a_whole_system(profile: tuple[str, ...], verifier: str) -> None:
     """Each profile has one verifier, found under one name; every flag is known, every peer is a service."""
-    services = composed(*profile)["services"]
+    services = composed(*profile)
     found = programs(services)
     assert sorted(role for role, _ in found.values()) == ["drafter", "drafter", "router", "verifier"]
     assert found[verifier][0] == "verifier"
@@ -66,10 +57,10 @@ def test_a_profile_is_a_whole_system(profile: tuple[str, ...], verifier: str) ->
     assert "redis" in services
 
 
-@pytest.mark.parametrize("profile", [(), ("--profile", "gpu")])
+@pytest.mark.parametrize("profile", [CPU, GPU])
 def test_programs_are_confined_and_probed(profile: tuple[str, ...]) -> None:
     """No capabilities, no writable root, models read only; health is asked where the program answers."""
-    services = composed(*profile)["services"]
+    services = composed(*profile)
     for name, service in services.items():
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
@@ -87,19 +78,19 @@ def test_programs_are_confined_and_probed(profile: tuple[str, ...]) -> None:
         assert 60 * int(seconds[1] or 0) + int(seconds[2]) > grace_s
 
 
-def test_a_gpu_is_asked_for_where_a_program_computes_on_one() -> None:
+@pytest.mark.parametrize(("profile", "name", "device"), [(CPU, "verifier", "cpu"), (GPU, "verifier-gpu", "cuda")])
+def test_a_gpu_is_asked_for_where_a_program_computes_on_one(profile: tuple[str, ...], name: str, device: str) -> None:
     """The GPU profile's image has CUDA, its flag says so, and a device is reserved; the other has none of it."""
-    for profile, name, device in (((), "verifier", "cpu"), (("--profile", "gpu"), "verifier-gpu", "cuda")):
-        service = composed(*profile)["services"][name]
-        assert service["build"]["args"]["TORCH"] == device
-        assert service["image"].endswith(f"-{device}")
-        assert f"--device={device}" in service["command"]
-        assert ("deploy" in service) == (device == "cuda")
+    service = composed(*profile)[name]
+    assert service["build"]["args"]["TORCH"] == device
+    assert service["image"].endswith(f"-{device}")
+    assert f"--device={device}" in service["command"]
+    assert ("deploy" in service) == (device == "cuda")
 
 
 def test_what_is_mounted_is_there() -> None:
     """Every file and folder of this repository that a service mounts exists."""
-    for service in composed()["services"].values():
+    for service in composed().values():
         for volume in service.get("volumes", ()):
             if volume["type"] == "bind":
                 assert Path(volume["source"]).exists(), volume["source"]
@@ -112,6 +103,6 @@ def test_prometheus_scrapes_every_program() -> None:
     (job,) = config["scrape_configs"]
     for source in job["dns_sd_configs"]:
         scraped |= dict.fromkeys(source["names"], source["port"])
-    expected = {name: config.service.metrics_port for name, (_, config) in programs(composed()["services"]).items()}
+    expected = {name: config.service.metrics_port for name, (_, config) in programs(composed()).items()}
     assert scraped == expected
     assert (CHART / "files" / "rules").is_dir()

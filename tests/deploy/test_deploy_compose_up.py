@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,16 +16,13 @@ import pytest
 from moot.testing.tiny_model import make_tiny_model
 from tests.deploy.charts import ROOT, tool
 from tests.deploy.containers import ENVIRON, assert_kernels, docker, needs_engine
+from tests.programs import output
 from tests.waiting import until
 
 pytestmark = [pytest.mark.timeout(600), needs_engine]
 
 PROJECT = "moot-compose-test"
 LEFT_OUT = {"grafana"}
-
-
-def compose_file() -> list[str]:
-    return [str(tool("venv/bin/docker-compose")), "--project-name", PROJECT]
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +39,8 @@ def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]
     environ |= {f"MOOT_PORT_{name}": str(port) for name, port in ports.items()}
 
     def run(*arguments: str) -> str:
-        done = subprocess.run(
-            [*compose_file(), *arguments],
-            cwd=ROOT,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        compose = (tool("venv/bin/docker-compose"), "--project-name", PROJECT)
+        return output(*compose, *arguments, cwd=ROOT, env=environ, timeout_s=300)
 
     services = sorted({*run("config", "--services").split()} - LEFT_OUT)
     assert {"router", "verifier", "drafter-suffix", "drafter-lookup", "redis", "prometheus"} <= {*services}

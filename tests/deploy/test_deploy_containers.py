@@ -12,10 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from moot.testing.tiny_model import make_tiny_model
-from tests.deploy.charts import pod_templates, render, scenario_file
+from tests.deploy.charts import render, scenario_values
 from tests.deploy.containers import NETWORK, Pod, assert_kernels, docker, needs_engine
 from tests.waiting import until
 
@@ -42,7 +41,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
     # Heads as wide as kernels want them.
     make_tiny_model(models / "tiny", hidden=128)
     make_tiny_model(models / "draft", hidden=128, layers=1)
-    values: dict[str, Any] = yaml.safe_load(scenario_file("minimal-cpu").read_text())
+    values = scenario_values("minimal-cpu")
     # No hub, no API server and no kube-proxy here: models lie on a volume, pods are found by DNS, and a Service's port
     # is the pod's. One pool with a draft model, which has an image of its own.
     values["drafters"]["neural"] = {"kind": "neural", "model": "draft", "device": "cpu"}
@@ -51,24 +50,20 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
         "discovery": {"mode": "dns"},
         "router": {**values["router"], "service": {"httpPort": 8000}},
     }
-    manifests = render(values)
+    release = render(values)
     for path in folder.rglob("*"):
         path.chmod(0o755)
     remove_leftovers()
     docker("network", "create", NETWORK)
     running: dict[str, Pod] = {}
     try:
-        templates = dict(pod_templates(manifests))
-        for name in sorted(templates, key=lambda name: "router" not in name):
-            if "test" not in name:
-                pod = Pod(templates[name], manifests, folder, models)
-                running[pod.component] = pod
-        for pod in running.values():
-            pod.await_probe("startupProbe")
-        for pod in running.values():
-            pod.await_probe("readinessProbe")
-        (name,) = [name for name in templates if "test" in name]
-        running["test"] = Pod(templates[name], manifests, folder, models)
+        for template in sorted(release.pods, key=lambda template: template.role != "router"):
+            if template.component != "test":
+                running[template.component] = Pod(template, release, folder, models)
+        for probe in ("startupProbe", "readinessProbe"):
+            for pod in running.values():
+                pod.await_probe(probe)
+        running["test"] = Pod(release.pod("test"), release, folder, models)
         yield running
     finally:
         remove_leftovers()

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import ssl
 from pathlib import Path
-from typing import Any
 
 import pytest
 from redis.exceptions import RedisError
 
 from services.router.store.config import StoreConfig
 from services.router.store.connection import RedisConnection
-from tests.deploy.charts import pod_templates, rendered
+from tests.deploy.charts import rendered
 from tests.integration.store_certificates import make_certificates
 
 
 def address(port: int, certificates: Path) -> str:
     """MOOT_REDIS_URL of the scenario's router as the kubelet would fill it in, with the mount where the files are."""
-    (router,) = [pod for name, pod in pod_templates(rendered("external-redis-tls")) if name.endswith("-router")]
-    env: dict[str, Any] = {variable["name"]: variable for variable in router["spec"]["containers"][0]["env"]}
-    url = str(env["MOOT_REDIS_URL"]["value"]).replace("$(STORE_URL)", f"rediss://127.0.0.1:{port}/0")
-    (mount,) = [m for m in router["spec"]["containers"][0]["volumeMounts"] if m["name"] == "redis-tls"]
+    router = rendered("external-redis-tls").pod("router")
+    url = str(router.env["MOOT_REDIS_URL"]["value"]).replace("$(STORE_URL)", f"rediss://127.0.0.1:{port}/0")
+    (mount,) = [mount for mount in router.container["volumeMounts"] if mount["name"] == "redis-tls"]
     assert mount["mountPath"] in url
     return url.replace(mount["mountPath"], str(certificates))
 

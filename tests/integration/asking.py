@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
+import math
 import socket
+import statistics
 import threading
 import time
 from dataclasses import dataclass, field
@@ -24,7 +27,10 @@ class Reply:
     request_id: str = ""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """One entry per token, if asked for."""
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     error: dict[str, Any] | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
@@ -33,6 +39,23 @@ class Reply:
     broken: str | None = None
     """How the connection failed, if it did."""
     seconds: float = 0.0
+
+    @property
+    def drafting(self) -> dict[str, Any]:
+        """The counts of its rounds."""
+        return dict(self.metrics["speculative_decoding"])
+
+    @property
+    def proposed(self) -> dict[str, int]:
+        """Tokens proposed for this request, by drafter."""
+        return {name: counts["num_proposed_tokens"] for name, counts in self.drafting["drafters"].items()}
+
+    def assert_refused(self, status: int, *codes: str) -> None:
+        """With one of these codes, and with the time to come again where that helps."""
+        assert self.status == status, self
+        assert self.error is not None, self
+        assert self.error["code"] in codes, self.error
+        assert status not in (429, 503) or 1 <= int(self.headers["retry-after"]) <= 60
 
 
 class Ask:
@@ -55,6 +78,18 @@ class Ask:
         """Until at least `count` tokens are here; fails when the answer ends before."""
         until(lambda: len(self.reply.token_ids) >= count or self.is_over, f"{count} tokens")
         assert len(self.reply.token_ids) >= count, f"ended early: {self.reply}"
+
+    def gap_s(self, count: float = math.inf) -> float:
+        """Median time between its next `count` pieces, or all that still come."""
+        times: list[float] = []
+        seen = len(self.reply.token_ids)
+        while len(times) < count and not self.is_over:
+            if (now := len(self.reply.token_ids)) > seen:
+                seen = now
+                times.append(time.monotonic())
+            time.sleep(0.001)
+        assert count == math.inf or len(times) == count, "the answer has ended"
+        return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
 
     @property
     def is_over(self) -> bool:
@@ -117,7 +152,16 @@ class Ask:
             message = choice.get("delta") or choice.get("message") or choice
             reply.text += message.get("content") or message.get("text") or ""
             reply.token_ids.extend(choice.get("token_ids") or ())
+            reply.logprobs.extend(_entries(choice.get("logprobs") or {}))
             reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+            reply.stop_reason = choice.get("stop_reason") or reply.stop_reason
+
+
+def _entries(logprobs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a chat, or of a completion, which has a list of tokens, one of numbers and so on."""
+    if "content" in logprobs:
+        return list(logprobs["content"])
+    return [dict(zip(logprobs, row, strict=True)) for row in zip(*logprobs.values(), strict=True)]
 
 
 def complete(port: int, body: dict[str, Any], *, stream: bool = False, chat: bool = False) -> Reply:
@@ -141,5 +185,5 @@ def assert_same(reply: Reply, expected: Reply) -> None:
     assert reply.broken is None, reply
     assert reply.is_complete, reply
     assert reply.token_ids == expected.token_ids, (reply.token_ids, expected.token_ids)
-    assert reply.text == expected.text
-    assert reply.finish_reason == expected.finish_reason
+    assert (reply.text, reply.logprobs) == (expected.text, expected.logprobs)
+    assert (reply.finish_reason, reply.stop_reason) == (expected.finish_reason, expected.stop_reason)

@@ -21,9 +21,9 @@ from typing import Any
 
 from moot.runtime.supervisor import Supervisor
 from tests.integration.asking import Ask, Reply, assert_same
-from tests.integration.processes import LOOPBACK, START_TIMEOUT_S, Process, equal_to, spawn, wait_metric
+from tests.integration.processes import START_TIMEOUT_S, Process, equal_to, wait_metric
 from tests.integration.slice_server import ApiServer, endpoint, kubeconfig, slice_of
-from tests.integration.whole_system import DRAFTER_FLAGS, ROUTER_FLAGS, VERIFIER_FLAGS
+from tests.integration.whole_system import DRAFTER_FLAGS, VERIFIER_FLAGS, base_flags
 from tests.waiting import GIVE_UP_S, until
 
 NAMESPACE = "serving"
@@ -72,9 +72,7 @@ class Cluster:
         else:
             role = "drafter"
             own = ("--drafter-id", service, "--tokenizer", str(self.model), *DRAFTER_FLAGS, *self.drafters[service])
-        name, faults = f"{service}-{number}", self.faults.get(service, "")
-        child = spawn(self.supervisor, name, role, (*where, *own), faults)
-        process = Process(self.supervisor, name, role, (*where, *own), faults, child)
+        process = Process(self.supervisor, f"{service}-{number}", role, (*where, *own), self.faults.get(service, ""))
         self.started[service].append(process)
         return process
 
@@ -136,15 +134,12 @@ def running_cluster(
         config = folder / "kubeconfig"
         config.write_text(json.dumps(kubeconfig(api.port)))
         peers = {service: f"k8s:///{NAMESPACE}/{service}:{port}" for service, port in cluster.ports.items()}
-        flags = (
-            *("--model", str(model), "--served-model-name", "tiny", "--host", LOOPBACK, "--port", "0"),
-            *("--grpc-port", "0", "--metrics-port", "0", "--verifiers", peers[VERIFIER]),
-            *("--drafters", ",".join(f"{pool}={peers[pool]}" for pool in drafters)),
-            *ROUTER_FLAGS,
+        pools = ",".join(f"{pool}={peers[pool]}" for pool in drafters)
+        environ = {"KUBECONFIG": str(config)}
+        cluster.router = Process(
+            supervisor, "router", "router", base_flags(model, peers[VERIFIER], pools), environ=environ
         )
-        child = spawn(supervisor, "router", "router", flags, "", {"KUBECONFIG": str(config)})
-        supervisor.wait_ready([child], START_TIMEOUT_S)
-        cluster.router = Process(supervisor, "router", "router", flags, "", child)
+        supervisor.wait_ready([cluster.router.child], START_TIMEOUT_S)
         for service, pods in first.items():
             cluster.list_only(service, pods)
         until(lambda: cluster.router.probe("/readyz") == 200, "the router is ready", START_TIMEOUT_S)

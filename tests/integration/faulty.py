@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+from moot.testing.tiny_model import make_tiny_model
 from tests.integration.asking import Ask, Reply, assert_same, plain
-from tests.integration.whole_system import System
+from tests.integration.whole_system import System, running
 
 LETTERS = "abcdefgh"
 STEP_DELAY = "verifier.step=delay:0.02"
@@ -59,6 +63,17 @@ class Rig:
             self._expected.update(zip(missing, answers, strict=True))
         return [self._expected[repr((core, chat))] for core in cores]
 
+    @contextmanager
+    def under_way(self, bodies: Sequence[dict[str, Any]], num_tokens: int = 3) -> Iterator[list[Ask]]:
+        """All of these in mid-stream; on leaving each must come to its right end."""
+        expected = self.all_expected(bodies)
+        asks = [self.ask(asked) for asked in bodies]
+        for ask in asks:
+            ask.wait_tokens(num_tokens)
+        yield asks
+        for ask, right in zip(asks, expected, strict=True):
+            assert_same(ask.result(), right)
+
     def ask(self, asked: dict[str, Any], *, stream: bool = True, chat: bool = False) -> Ask:
         return Ask(self.port, asked, stream=stream, chat=chat)
 
@@ -90,7 +105,19 @@ class Rig:
         return reply
 
 
-def num_proposed(reply: Reply) -> dict[str, int]:
-    """Tokens proposed for this request, by drafter."""
-    drafters = reply.metrics["speculative_decoding"]["drafters"]
-    return {name: counts["num_proposed_tokens"] for name, counts in drafters.items()}
+def system_rig(name: str, *, also: Sequence[str] = (), context: int = 2048, **options: Any) -> Any:
+    """A fixture: the rig of a module's tests over `running(...)` with these options and a tiny model of its own.
+
+    `also`: flags of a second router, if any. After each test the system holds nothing and has healed (conftest.py).
+    """
+
+    @pytest.fixture(scope="module")
+    def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+        folder = tmp_path_factory.mktemp(name)
+        model = make_tiny_model(folder / "tiny", context=context)
+        with running(folder / "logs", model, **{"faults": {"verifier-0": STEP_DELAY}} | options) as system:
+            if also:
+                system.add_router(also)
+            yield Rig(system)
+
+    return rig

@@ -55,3 +55,16 @@ def greedy_ids(prompt: Sequence[int], count: int, cycles: Sequence[Sequence[int]
     for _ in range(count):
         ids.append(follows[ids[-1]])
     return ids[1:]
+
+
+def make_alike(model: Path, path: Path, noise: float = 0.01) -> Path:
+    """A draft model that mostly agrees with `model`: its weights with some noise, drawn from a fixed seed."""
+    draft = AutoModelForCausalLM.from_pretrained(model)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(noise * torch.randn(weight.shape, generator=draw))
+    draft.save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((model / name).read_bytes())
+    return path

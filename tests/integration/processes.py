@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,44 +22,20 @@ _PORT_FACTS = (("--port", "port"), ("--metrics-port", "metrics_port"), ("--grpc-
 
 
 @dataclass(slots=True)
-class Process:
-    """One service process. Signals go to it alone; a restart takes the same ports."""
+class Signalled:
+    """A child process that takes signals of its own."""
 
     supervisor: Supervisor
-    name: str
-    role: str
-    flags: tuple[str, ...]
-    faults: str
-    child: Child
-    is_frozen: bool = False
-
-    @property
-    def port(self) -> int:
-        return self.child.port
-
-    @property
-    def metrics_port(self) -> int:
-        return int(self.child.facts["metrics_port"])
-
-    @property
-    def host(self) -> str:
-        return self.flags[self.flags.index("--host") + 1]
-
-    @property
-    def address(self) -> str:
-        return f"{self.host}:{self.port}"
+    child: Child = field(init=False)
+    is_frozen: bool = field(default=False, init=False)
 
     @property
     def is_running(self) -> bool:
         return self.child.status is None
 
-    @property
-    def log(self) -> str:
-        return self.child.log.read_text(errors="replace")
-
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
-        self.child.process.wait(GIVE_UP_S)
+        self.wait()
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -74,20 +52,72 @@ class Process:
         """Exit status; raises subprocess.TimeoutExpired."""
         return self.child.process.wait(timeout_s)
 
-    def restart(self, faults: str | None = None) -> None:
-        """Start it again where it listened before, with other fault points if given, and wait until it is ready."""
-        self.begin_restart(faults)
+    def _signal(self, number: signal.Signals) -> None:
+        if self.is_running:
+            self.child.process.send_signal(number)
+
+
+@dataclass(slots=True)
+class Process(Signalled):
+    """One service process; made, it is being started. A restart takes the same ports. `faults`: its MOOT_FAULTS."""
+
+    name: str
+    role: str
+    flags: tuple[str, ...]
+    faults: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        environ = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environ |= {"MOOT_FAULTS": self.faults, **self.environ}
+        self.child = self.supervisor.service(self.name, self.role, self.flags, environ=environ, essential=False)
+        self.is_frozen = False
+
+    @property
+    def port(self) -> int:
+        return self.child.port
+
+    @property
+    def metrics_port(self) -> int:
+        return int(self.child.facts["metrics_port"])
+
+    @property
+    def grpc_port(self) -> int:
+        return int(self.child.facts["grpc_port"])
+
+    @property
+    def host(self) -> str:
+        return self.flags[self.flags.index("--host") + 1]
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self.child.log.read_text(errors="replace")
+
+    @property
+    def rss_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self.child.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def restart(self) -> None:
+        """Start it again where it listened before, and wait until it is ready."""
+        self.begin_restart()
         self.wait_restarted()
 
-    def begin_restart(self, faults: str | None = None) -> None:
+    def begin_restart(self) -> None:
         """As `restart`, without the wait: `wait_restarted`."""
         assert not self.is_running, f"{self.name} still runs"
-        ports = {flag: str(self.child.facts[fact]) for flag, fact in _PORT_FACTS if fact in self.child.facts}
-        for flag, port in ports.items():
-            self.flags = _with_flag(self.flags, flag, port)
-        self.faults = self.faults if faults is None else faults
-        self.child = spawn(self.supervisor, self.name, self.role, self.flags, self.faults)
-        self.is_frozen = False
+        for flag, fact in _PORT_FACTS:
+            if fact in self.child.facts:
+                place = self.flags.index(flag) + 1
+                self.flags = (*self.flags[:place], str(self.child.facts[fact]), *self.flags[place + 1 :])
+        self._start()
 
     def wait_restarted(self) -> None:
         """Until it is ready. Its port is anybody's while it is away: where a connection has it just now, again."""
@@ -118,10 +148,6 @@ class Process:
         """Status of GET `path` on the metrics port."""
         return get(self.metrics_port, path, self.host).status_code
 
-    def _signal(self, number: signal.Signals) -> None:
-        if self.is_running:
-            self.child.process.send_signal(number)
-
 
 # One for all: each new one reads the system's certificates.
 _HTTP = httpx.Client(timeout=GIVE_UP_S, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
@@ -147,23 +173,3 @@ def at_least(limit: float) -> Callable[[float], bool]:
 
 def equal_to(wanted: float) -> Callable[[float], bool]:
     return lambda value: value == wanted
-
-
-def spawn(
-    supervisor: Supervisor,
-    name: str,
-    role: str,
-    flags: Sequence[str],
-    faults: str,
-    more_environ: Mapping[str, str] | None = None,
-) -> Child:
-    environ = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environ |= {"MOOT_FAULTS": faults, **(more_environ or {})}
-    return supervisor.service(name, role, list(flags), environ=environ, essential=False)
-
-
-def _with_flag(flags: Sequence[str], flag: str, value: str) -> tuple[str, ...]:
-    """`flags` with the value of `flag` replaced."""
-    found = list(flags)
-    found[found.index(flag) + 1] = value
-    return tuple(found)

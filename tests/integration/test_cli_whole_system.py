@@ -11,26 +11,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moot.client import Client, RequestFailed, StreamedAnswer
 from moot.testing.tiny_model import make_tiny_model
-from tests.waiting import GIVE_UP_S, until
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
-INSIDE = (
-    "--drafters",
-    "suffix,prompt_lookup,ngram",
-    "--num-threads",
-    "1",
-    "--dtype",
-    "float32",
-    "--stop-grace-s",
-    "20",
+FLAGS = (
+    *("--drafters", "suffix,prompt_lookup,ngram", "--num-threads", "1"),
+    *("--dtype", "float32", "--stop-grace-s", "20"),
 )
-FLAGS = (*INSIDE, "--drafter-processes")
 DEADLINE_S = 240
 
 
@@ -41,6 +35,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environ(cache: Path, **settings: str) -> dict[str, str]:
     return {**os.environ, "MOOT_CACHE": str(cache), **settings}
+
+
+def moot(*arguments: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command, run to its end."""
+    command = [sys.executable, "-m", "moot", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=check, **options)
 
 
 def processes_of(cache: Path) -> list[int]:
@@ -61,14 +61,8 @@ def test_the_demo_compares_and_leaves_nothing(model: Path, tmp_path: Path) -> No
     samples_file = tmp_path / "samples.json"
     flags = ("--model", str(model), "--max-tokens", "24", "--repetitions", "2", "--prompt", "abc abc abc")
     bounds = ("--num-speculative-tokens", "3")
-    done = subprocess.run(
-        [sys.executable, "-m", "moot", "demo", *INSIDE, *flags, *bounds, "--json-file", str(samples_file)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=environ(tmp_path),
-        check=False,
-    )
+    writes = ("--json-file", str(samples_file))
+    done = moot("demo", *FLAGS, *flags, *bounds, *writes, check=False, env=environ(tmp_path))
     assert done.returncode == 0, done.stderr + done.stdout
     assert "texts identical: yes" in done.stdout
     assert re.search(r"^yours +24 ", done.stdout, re.MULTILINE)
@@ -87,7 +81,18 @@ def test_the_demo_compares_and_leaves_nothing(model: Path, tmp_path: Path) -> No
 @contextmanager
 def served(model: Path, cache: Path, **settings: str) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
     """The command, the URL that it printed, and its folder of logs. `settings`: further environment variables."""
-    command = [sys.executable, "-m", "moot", "serve", *FLAGS, "--model", str(model), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "moot",
+        "serve",
+        *FLAGS,
+        "--drafter-processes",
+        "--model",
+        str(model),
+        "--port",
+        "0",
+    ]
     with (cache / "stderr").open("w") as errors:
         process = subprocess.Popen(
             command,
@@ -138,23 +143,11 @@ def test_serve_goes_on_without_a_drafter_and_ends_on_ctrl_c(model: Path, tmp_pat
         assert len(before.token_ids) > 0
         os.kill(json.loads((logs / "drafter-suffix.ready").read_text())["pid"], signal.SIGKILL)
         assert ask(url).token_ids == before.token_ids == ask(url, drafting=False).token_ids
-        wait_for_text(tmp_path / "stderr", "drafter-suffix ended with status -9")
-        shown = subprocess.run(
-            [sys.executable, "-m", "moot", "drafters", "--url", url],
-            capture_output=True,
-            text=True,
-            timeout=GIVE_UP_S,
-            check=True,
-        )
+        until(lambda: "drafter-suffix ended with status -9" in (tmp_path / "stderr").read_text(), "the loss is said")
+        shown = moot("drafters", "--url", url)
         assert re.search(r"^ngram +\d+", shown.stdout, re.MULTILINE), shown.stdout
-        chat = subprocess.run(
-            [sys.executable, "-m", "moot", "chat", "--url", url, "--max-tokens", "8", "--seed", "1"],
-            input="abc\n/metrics\nabc\n/quit\n",
-            capture_output=True,
-            text=True,
-            timeout=GIVE_UP_S,
-            check=True,
-        )
+        said = "abc\n/metrics\nabc\n/quit\n"
+        chat = moot("chat", "--url", url, "--max-tokens", "8", "--seed", "1", input=said)
         assert len(re.findall(r"\[\d+ rounds", chat.stderr)) == 1, chat.stderr
         process.send_signal(signal.SIGINT)
     assert process.returncode == 0, (tmp_path / "stderr").read_text()
@@ -172,20 +165,10 @@ def test_serve_ends_when_an_essential_part_does(model: Path, tmp_path: Path) -> 
         assert "moot_state_store_up 1.0" not in Client(url, "canary-key").get("/metrics").decode()
         for pid in processes_of(tmp_path):
             assert b"canary-key" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-        listed = subprocess.run(
-            [sys.executable, "-m", "moot", "drafters", "--url", url, "--api-key", "canary-key"],
-            capture_output=True,
-            text=True,
-            timeout=GIVE_UP_S,
-            check=True,
-        )
+        listed = moot("drafters", "--url", url, "--api-key", "canary-key")
         assert f"Drafters of {url}" in listed.stdout
         os.kill(json.loads((logs / "verifier.ready").read_text())["pid"], signal.SIGKILL)
         process.wait(DEADLINE_S)
     assert process.returncode == 1
     assert "verifier ended with status -9" in (tmp_path / "stderr").read_text()
     assert processes_of(tmp_path) == []
-
-
-def wait_for_text(path: Path, text: str) -> None:
-    until(lambda: text in path.read_text(), f"{text!r} in {path}")

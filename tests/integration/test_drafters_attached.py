@@ -4,39 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
 from moot.drafters.attached.recurrent_head import RecurrentHead, RecurrentHeadShape
 from moot.testing.tiny_model import make_tiny_model
-from tests.integration.api import assert_same, choice_of, post
-from tests.integration.shared_systems import FIXED
-from tests.integration.whole_system import System, running
+from tests.integration.asking import Ask, assert_same, complete, plain
+from tests.integration.whole_system import FIXED, System, running
 from tests.waiting import until
 
 FEW = [60, 61, 62, 63]
-OFF = {"num_speculative_tokens": 0}
 
 
 @pytest.fixture(scope="module")
-def system(systems_folder: Path) -> Iterator[System]:
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """Two verifiers with a head of random weights each; in the second one it fails whenever it is asked."""
-    model = make_tiny_model(systems_folder / "with-attached")
+    folder = tmp_path_factory.mktemp("attached")
     head = RecurrentHead(RecurrentHeadShape(64, 16, 259, 2), torch.arange(259))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    head.save(systems_folder / "attached-head", {})
+    head.save(folder / "head", {})
     with running(
-        systems_folder / "attached-logs",
-        model,
+        folder / "logs",
+        make_tiny_model(folder / "tiny"),
         verifiers=2,
-        verifier_flags=("--drafters", f"h=heads:path={systems_folder / 'attached-head'}"),
+        verifier_flags=("--drafters", f"h=heads:path={folder / 'head'}"),
         router_flags=("--in-process-drafters", "suffix", "--proposal-width", "2", *FIXED),
         faults={"verifier-1": "verifier.attached=raise"},
     ) as system:
@@ -46,7 +42,7 @@ def system(systems_folder: Path) -> Iterator[System]:
 def bodies() -> list[dict[str, Any]]:
     """Greedy and sampled; free, and with so few ids that guesses are often right."""
     found: list[dict[str, Any]] = []
-    for number in range(6):
+    for number in range(4):
         body = {"prompt": [70 + number, 71, 72], "max_tokens": 40, "temperature": (0, 0.9)[number % 2], "seed": number}
         found += [body, {**body, "allowed_token_ids": FEW, "ignore_eos": True}]
     return found
@@ -55,16 +51,16 @@ def bodies() -> list[dict[str, Any]]:
 def test_texts_are_those_of_plain_decoding(system: System) -> None:
     """All requests at once, with heads alone and beside another drafter, on the verifier whose head fails and on the
     other one. Heads are counted by their id, and what they said was accepted."""
-    everything = bodies()
-    plain = [choice_of(system.router, body | OFF) for body in everything]
+    everything, port = bodies(), system.router.port
+    expected = [plain(port, body) for body in everything]
     accepted = 0
     for drafters in (["h"], ["h", "suffix"], None):
         asked = [body if drafters is None else body | {"drafters": drafters} for body in everything]
         with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda body: choice_of(system.router, body), asked))
-        for one, expected in zip(found, plain, strict=True):
-            assert_same(one, expected)
-            accepted += one["metrics"]["drafters"].get("h", {}).get("num_accepted_tokens", 0)
+            found = list(pool.map(lambda body: complete(port, body), asked))
+        for one, right in zip(found, expected, strict=True):
+            assert_same(one, right)
+            accepted += one.drafting["drafters"].get("h", {}).get("num_accepted_tokens", 0)
     assert accepted > 20
     assert system.router.metric("moot_proposals_accepted_tokens_total", drafter="h") >= accepted
     assert system.verifiers[0].metric("moot_draft_seconds_count") > 10
@@ -75,8 +71,9 @@ def test_texts_are_those_of_plain_decoding(system: System) -> None:
 
 def test_a_request_may_leave_them_out(system: System) -> None:
     """By `drafters`, as with any other; a name that there is not is refused, and the refusal names them."""
-    one = choice_of(system.router, bodies()[0] | {"drafters": ["suffix"]})
-    assert set(one["metrics"]["drafters"]) <= {"suffix"}
-    refused: httpx.Response = post(system.router, bodies()[0] | {"drafters": ["nobody"]})
-    assert refused.status_code == 400
-    assert "some of: h, " in refused.json()["error"]["message"]
+    port = system.router.port
+    assert set(complete(port, bodies()[0] | {"drafters": ["suffix"]}).proposed) <= {"suffix"}
+    refused = Ask(port, bodies()[0] | {"drafters": ["nobody"]}).result()
+    assert refused.status == 400
+    assert refused.error is not None
+    assert "some of: h, " in refused.error["message"]

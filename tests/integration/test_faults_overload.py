@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import grpc
 import pytest
 
-from moot.testing.tiny_model import make_tiny_model
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
-from tests.integration.asking import Ask, Reply, assert_same
-from tests.integration.faulty import STEP_DELAY, Rig, body
+from tests.integration.asking import Ask, assert_same
+from tests.integration.faulty import Rig, body, system_rig
 from tests.integration.processes import LOOPBACK, Process, at_least, equal_to, get, wait_metric
-from tests.integration.whole_system import running
 from tests.waiting import until
 
 SEQS = 4
@@ -30,38 +25,24 @@ COST = LONG + len(body(0)["prompt"].encode())
 """Tokens that a request of `LONG` counts in the queue."""
 
 
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """Four places in the verifier and thousands of tokens of waiting room; a second router has little of it."""
-    folder = tmp_path_factory.mktemp("overload")
-    with running(
-        folder / "logs",
-        make_tiny_model(folder / "tiny", context=8192),
-        verifier_flags=("--max-num-seqs", str(SEQS), "--max-waiting-seqs", "8"),
-        router_flags=("--in-process-drafters", "suffix", "--asks", "all"),
-        faults={"verifier-0": STEP_DELAY},
-    ) as system:
-        yield Rig(system)
+# Four places in the verifier and thousands of tokens of waiting room; the second router has little of it.
+rig = system_rig(
+    "overload",
+    context=8192,
+    verifier_flags=("--max-num-seqs", str(SEQS), "--max-waiting-seqs", "8"),
+    router_flags=("--in-process-drafters", "suffix", "--asks", "all"),
+    also=(
+        *("--max-queued-tokens", str(3 * COST), "--max-queued-tokens-per-key", str(COST + 50)),
+        *("--api-key", ",".join(KEYS), "--in-process-drafters", "suffix", "--asks", "all"),
+        *("--no-verifier-wait-s", "30"),
+    ),
+)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def narrow(rig: Rig) -> Process:
     """A router that lets three such requests wait, and one of each key."""
-    return rig.system.add_router(
-        (
-            *("--max-queued-tokens", str(3 * COST), "--max-queued-tokens-per-key", str(COST + 50)),
-            *("--api-key", ",".join(KEYS), "--in-process-drafters", "suffix", "--asks", "all"),
-            *("--no-verifier-wait-s", "30"),
-        )
-    )
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(rig: Rig) -> Iterator[None]:
-    yield
-    rig.system.assert_idle()
-    for router in rig.system.routers:
-        wait_metric(router, "moot_queued_tokens", equal_to(0))
+    return rig.system.routers[1]
 
 
 @contextmanager
@@ -79,13 +60,6 @@ def busy(router: Process, num: int, num_with_tokens: int, key: str = "", **field
     finally:
         for ask in asks:
             ask.give_up()
-
-
-def refused(reply: Reply, status: int, code: str) -> None:
-    assert reply.status == status, reply
-    assert reply.error is not None
-    assert reply.error["code"] == code
-    assert 1 <= int(reply.headers["retry-after"]) <= 60
 
 
 def health_s(router: Process) -> float:
@@ -129,14 +103,13 @@ def test_a_full_verifier_is_known_before_it_is_asked(rig: Rig) -> None:
     readiness too, refusals are counted by what was short, and a place that comes free is used. At once: within 50 ms,
     or on a busy machine within some times of what it takes to say that all is well."""
     router = rig.system.router
-    grpc_port = int(router.child.facts["grpc_port"])
     before = turned_away(router, "places")
     with busy(router, SEQS + 8, SEQS) as asks:
         replies = [Ask(router.port, body(index), stream=index % 2 > 0).result() for index in range(20)]
         for reply in replies:
-            refused(reply, 503, "no_capacity")
+            reply.assert_refused(503, "no_capacity")
         assert statistics.median(reply.seconds for reply in replies) < max(0.05, 10 * health_s(router))
-        with grpc.insecure_channel(f"{LOOPBACK}:{grpc_port}") as channel:
+        with grpc.insecure_channel(f"{LOOPBACK}:{router.grpc_port}") as channel:
             call = router_service_pb2_grpc.RouterServiceStub(channel).Generate(pb.GenerateRequest(prompt="x"))
             with pytest.raises(grpc.RpcError) as caught:
                 next(call)
@@ -160,12 +133,12 @@ def test_tokens_that_wait_are_bounded_over_all_and_per_key(rig: Rig, narrow: Pro
     with ExitStack() as stack:
         stack.enter_context(busy(narrow, SEQS + 1, SEQS, KEYS[0]))
         wait_metric(narrow, "moot_queued_tokens", equal_to(COST))
-        refused(Ask(narrow.port, short, key=KEYS[0]).result(), 429, "rate_limit_exceeded")
+        Ask(narrow.port, short, key=KEYS[0]).result().assert_refused(429, "rate_limit_exceeded")
         assert turned_away(narrow, "caller_tokens") == 1
         for key in KEYS[1:3]:
             stack.enter_context(busy(narrow, 1, 0, key))
         wait_metric(narrow, "moot_queued_tokens", equal_to(3 * COST))
-        refused(Ask(narrow.port, short, key=KEYS[3]).result(), 503, "no_capacity")
+        Ask(narrow.port, short, key=KEYS[3]).result().assert_refused(503, "no_capacity")
         assert turned_away(narrow, "tokens") == 1
         assert narrow.probe("/readyz") == 200
     wait_metric(narrow, "moot_queued_tokens", equal_to(0))
@@ -200,7 +173,7 @@ def is_refused_at_once(router: Process) -> bool:
         ask.give_up()
         wait_metric(router, "moot_num_requests_running", equal_to(1))
         return False
-    refused(ask.result(), 503, "no_capacity")
+    ask.result().assert_refused(503, "no_capacity")
     return True
 
 
@@ -209,39 +182,22 @@ def test_refusing_costs_no_memory_and_disturbs_nobody(rig: Rig) -> None:
     eight callers and their router take of a machine that has one core for all; the router's memory is what it was."""
     router = rig.system.router
     with busy(router, SEQS + 8, SEQS) as asks:
-        quiet = gap_s(asks[0], 40)
+        quiet = asks[0].gap_s(40)
         refuse(router, 200)
-        before = rss_bytes(router)
+        before = router.rss_bytes
         count = turned_away(router, "places")
         with ThreadPoolExecutor(1) as pool:
             refusing = pool.submit(refuse, router, 2000)
-            loud = gap_s(asks[0], 40)
+            loud = asks[0].gap_s(40)
             refusing.result()
         assert turned_away(router, "places") == count + 2000
-        assert rss_bytes(router) - before < 4e6, "more than 2 KB a refusal"
+        assert router.rss_bytes - before < 4e6, "more than 2 KB a refusal"
         assert loud < 10 * quiet, (loud, quiet)
 
 
 def refuse(router: Process, count: int) -> None:
     def one(index: int) -> None:
-        refused(Ask(router.port, body(index), stream=False).result(), 503, "no_capacity")
+        Ask(router.port, body(index), stream=False).result().assert_refused(503, "no_capacity")
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(one, range(count)))
-
-
-def gap_s(ask: Ask, count: int) -> float:
-    """Median time between the next pieces of an answer."""
-    times, seen = [], len(ask.reply.token_ids)
-    while len(times) < count:
-        assert not ask.is_over, "the answer has ended"
-        if (now := len(ask.reply.token_ids)) > seen:
-            seen = now
-            times.append(time.monotonic())
-        time.sleep(0.001)
-    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
-
-
-def rss_bytes(process: Process) -> int:
-    pages = int(Path(f"/proc/{process.child.process.pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")

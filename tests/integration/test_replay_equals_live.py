@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from moot.core.errors import ConfigError
 from moot.core.generation import Generation
 from moot.drafters.interface import parse_entries
 from moot.testing.tiny_model import make_tiny_model
-from tests.integration.api import CHAT, choice_of
-from tests.integration.shared_systems import FIXED, make_alike
-from tests.integration.whole_system import System, running
+from tests.integration.asking import complete
+from tests.integration.looping_model import make_alike
+from tests.integration.whole_system import FIXED, System, running
 
 MAX_TOKENS = 48
 QUESTIONS = ("abcabcabc", "count: 1 2 1 2 1 2", "x = x + 1; x = x + 1;", "la la la", "one two three one two", "????")
@@ -47,11 +47,12 @@ class Live:
 
 
 @pytest.fixture(scope="module")
-def live(systems_folder: Path) -> Iterator[Live]:
-    model = make_tiny_model(systems_folder / "replayed")
-    draft = make_alike(model, systems_folder / "replayed-draft")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("replayed")
+    model = make_tiny_model(folder / "tiny")
+    draft = make_alike(model, folder / "draft")
     with running(
-        systems_folder / "replayed-logs",
+        folder / "logs",
         model,
         drafters=("neural",),
         drafter_flags=("--model", str(draft), "--num-threads", "1", "--option", "dtype=float32"),
@@ -64,23 +65,15 @@ def quiet(text: str) -> None:
     """Progress of nobody's interest."""
 
 
-def recorded(live: Live, folder: Path, temperature: float = 0.0, served_by: Client | None = None) -> list[TargetText]:
+def recorded(
+    live: Live, folder: Path, prompts: Sequence[Prompt], temperature: float = 0.0, served_by: Client | None = None
+) -> list[TargetText]:
     plan = TextPlan(model=str(live.model), max_tokens=MAX_TOKENS, temperature=temperature, seed=3, dtype="float32")
-    meta, texts = make_texts(folder, plan, QUIET, PROMPTS, quiet, served_by)
+    meta, texts = make_texts(folder, plan, QUIET, prompts, quiet, served_by)
     entries = ("recycling", f"neural:model={live.draft}:num_threads=1:dtype=float32", "suffix")
     for entry in parse_entries(entries, "--drafters"):
         record_drafter(folder, entry, texts, meta.vocab_size, Asking(8, 2), quiet)
     return texts
-
-
-def asked(live: Live, router: Any, number: int, temperature: float) -> dict[str, Any]:
-    body = {
-        "messages": [{"role": "user", "content": QUESTIONS[number]}],
-        "max_tokens": MAX_TOKENS,
-        "temperature": temperature,
-        "seed": 3 + number,
-    }
-    return choice_of(router, body, CHAT)
 
 
 def seen(metrics: dict[str, Any]) -> tuple[object, ...]:
@@ -109,7 +102,7 @@ def test_a_replay_is_what_a_running_system_does(
 ) -> None:
     """Every request, one after the other through a router that has just started: the same text, the same number of
     rounds and drafted tokens, the same acceptance at every depth, the same votes won by the same drafters."""
-    texts = recorded(live, tmp_path / "recording", temperature)
+    texts = recorded(live, tmp_path / "recording", PROMPTS, temperature)
     played = Replay(open_recording(tmp_path / "recording")).run(policies)
     flags = ("--vote", policies.vote, "--shape", policies.shape, "--weights", policies.weights)
     limits = {
@@ -120,9 +113,10 @@ def test_a_replay_is_what_a_running_system_does(
     bounds = [part for flag, number in limits.items() for part in (flag, str(number))]
     router = live.system.add_router((*flags, *bounds, *INSIDE, *FIXED))
     for number, (text, one) in enumerate(zip(texts, played, strict=True)):
-        found = asked(live, router, number, temperature)
-        assert tuple(found["token_ids"]) == text.output_token_ids
-        assert seen(found["metrics"]) == decided(one.generation), f"question {number}"
+        body = {"messages": [{"role": "user", "content": QUESTIONS[number]}], "seed": 3 + number}
+        found = complete(router.port, body | {"max_tokens": MAX_TOKENS, "temperature": temperature}, chat=True)
+        assert tuple(found.token_ids) == text.output_token_ids
+        assert seen(found.drafting) == decided(one.generation), f"question {number}"
     # Worth something: much was drafted, accepted and rejected, and by whom differed.
     whole = outcome_of(played)
     assert whole.num_accepted > 15
@@ -133,21 +127,23 @@ def test_a_replay_is_what_a_running_system_does(
 def test_texts_of_a_server_are_looked_at(live: Live, tmp_path: Path) -> None:
     """Taken from a server a recording is the same as made here, candidates included; another target is noticed."""
     client = Client(live.system.url)
-    own, served = recorded(live, tmp_path / "own"), recorded(live, tmp_path / "served", served_by=client)
+    own, served = (
+        recorded(live, tmp_path / name, PROMPTS[:2], served_by=by) for name, by in (("own", None), ("served", client))
+    )
     assert served == own
     for id_ in ("recycling", "suffix", "neural"):
         here, there = (open_recording(tmp_path / name).records[id_] for name in ("own", "served"))
         assert [here.of_text(index) for index in range(len(own))] == [there.of_text(index) for index in range(len(own))]
     other = TextPlan(model=str(live.draft), max_tokens=MAX_TOKENS, dtype="float32")
     with pytest.raises(ConfigError, match="is not that of"):
-        make_texts(tmp_path / "other", other, QUIET, PROMPTS, quiet, client)
+        make_texts(tmp_path / "other", other, QUIET, PROMPTS[:2], quiet, client)
 
 
 def test_a_recording_of_something_else_is_not_gone_on_with(live: Live, tmp_path: Path) -> None:
     """Another temperature, other prompts: another folder; finished texts are read, not made again."""
-    texts = recorded(live, tmp_path / "one")
+    texts = recorded(live, tmp_path / "one", PROMPTS[:1])
     meta = json.loads((tmp_path / "one" / "meta.json").read_text())
-    assert meta["settings"]["prompts"] == [prompt.name for prompt in PROMPTS]
-    assert recorded(live, tmp_path / "one") == texts
+    assert meta["settings"]["prompts"] == [PROMPTS[0].name]
+    assert recorded(live, tmp_path / "one", PROMPTS[:1]) == texts
     with pytest.raises(ConfigError, match="other temperature"):
-        recorded(live, tmp_path / "one", temperature=0.5)
+        recorded(live, tmp_path / "one", PROMPTS[:1], temperature=0.5)

@@ -1,4 +1,4 @@
-"""The whole system under mutual TLS: the same texts as without, and certificates that change under ten streams."""
+"""The whole system under mutual TLS: the right texts, and certificates that change under ten streams."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moot.rpc.identity import Identity
 from moot.testing.made_certificates import Authority, PodFiles, shown_serial_number
 from moot.testing.tiny_model import make_tiny_model
-from tests.integration.asking import Ask, Reply, assert_same, plain
-from tests.integration.faulty import STEP_DELAY, body, num_proposed
-from tests.integration.processes import START_TIMEOUT_S, Process, at_least, spawn, wait_metric
-from tests.integration.whole_system import ROUTER_FLAGS, System, running
+from tests.integration.asking import Reply
+from tests.integration.faulty import STEP_DELAY, Rig, body
+from tests.integration.processes import START_TIMEOUT_S, Process, at_least, wait_metric
+from tests.integration.whole_system import System, base_flags, running
 from tests.waiting import until
 
 NUM_STREAMS = 10
@@ -30,16 +28,14 @@ PROXIED = ("verifier-0", "drafter-suffix")
 EXPIRY = "moot_certificate_expiry_timestamp_seconds"
 
 
-@dataclass
-class Secured:
-    """A system whose pods have certificates in `files`, by role, and what each body's answer is in plain text."""
+class Secured(Rig):
+    """A system whose pods have certificates in `files`, by role."""
 
-    system: System
-    files: dict[str, PodFiles]
-    bodies: list[dict[str, Any]]
-    expected: list[Reply]
-    authority: Authority
-    last_ends: float = 20.0
+    def __init__(self, system: System, files: dict[str, PodFiles], authority: Authority) -> None:
+        super().__init__(system)
+        self.files = files
+        self.authority = authority
+        self.last_ends = 20.0
 
     @property
     def ends_told(self) -> list[float]:
@@ -60,10 +56,6 @@ class Secured:
         )
         return serial_numbers
 
-    def shown_by(self, process: Process) -> int:
-        """Serial number of the certificate that the process has for a new connection."""
-        return shown_serial_number(process.address, ROUTER.peer(process.role), self.files["router"])
-
     def reconnect(self) -> None:
         """Every connection is cut; the router makes new ones."""
         since = len(self.system.router.log)
@@ -76,10 +68,8 @@ class Secured:
         """How often a peer has become ready for the router, as its log says from there on."""
         return self.system.router.log[since:].count('"state": "ready"')
 
-    def ask(self, index: int) -> Reply:
-        reply = Ask(self.system.router.port, self.bodies[index]).result()
-        assert_same(reply, self.expected[index])
-        return reply
+    def ask_long(self, index: int) -> Reply:
+        return self.ask_right(index, max_tokens=60)
 
     @contextmanager
     def streams(self) -> Iterator[None]:
@@ -87,9 +77,9 @@ class Secured:
         done = threading.Event()
 
         def keep_asking(index: int) -> None:
-            self.ask(index)
+            self.ask_long(index)
             while not done.is_set():
-                self.ask(index)
+                self.ask_long(index)
 
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
             running_streams = [pool.submit(keep_asking, index) for index in range(NUM_STREAMS)]
@@ -103,17 +93,13 @@ class Secured:
 
 
 @pytest.fixture(scope="module")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     folder = tmp_path_factory.mktemp("tls")
-    model = make_tiny_model(folder / "tiny")
-    bodies = [body(index, max_tokens=60) for index in range(NUM_STREAMS)]
-    with running(folder / "plain-logs", model) as system, ThreadPoolExecutor(NUM_STREAMS) as pool:
-        expected = list(pool.map(lambda one: plain(system.router.port, one), bodies))
     authority = Authority()
     files = {role: PodFiles(folder / role).write(authority.issue(ROUTER.peer(role)), authority) for role in ROLES}
     with running(
         folder / "logs",
-        model,
+        make_tiny_model(folder / "tiny"),
         drafters=("suffix",),
         proxied=PROXIED,
         faults={"verifier-0": STEP_DELAY},
@@ -121,85 +107,55 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         drafter_flags=files["drafter"].flags,
         router_flags=(*files["router"].flags, "--asks", "all"),
     ) as system:
-        yield Secured(system, files, bodies, expected, authority)
+        made = Secured(system, files, authority)
+        made.all_expected([body(index, max_tokens=60) for index in range(NUM_STREAMS)])
+        yield made
 
 
-def test_texts_are_those_of_plain_text(secured: Secured) -> None:
+def test_texts_are_right(rig: Secured) -> None:
     """Router, verifier and drafter prove who they are to each other; the drafter drafts, and no token changes."""
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        replies = list(pool.map(secured.ask, range(NUM_STREAMS)))
-    assert any(num_proposed(reply).get("suffix") for reply in replies)
-    secured.system.assert_idle()
+        replies = list(pool.map(rig.ask_long, range(NUM_STREAMS)))
+    assert any(reply.proposed.get("suffix") for reply in replies)
 
 
-def test_certificates_change_under_ten_streams(secured: Secured) -> None:
-    """New certificates of the same authority: no stream notices, and the next connection has them."""
-    verifier = secured.system.verifiers[0]
-    with secured.streams():
-        serial_numbers = secured.issue(secured.authority, secured.authority)
-        assert secured.shown_by(verifier) == serial_numbers["verifier"]
-    with secured.streams():
-        secured.reconnect()
-    drafter = secured.system.drafters["suffix"]
-    assert secured.shown_by(drafter) == serial_numbers["drafter"]
-    secured.system.assert_idle()
-
-
-def test_authorities_change_under_ten_streams(secured: Secured) -> None:
+def test_certificates_and_authorities_change_under_ten_streams(rig: Secured) -> None:
     """Over a bundle of both: no stream notices. At the end only the new one counts, and all connect by it."""
-    old, new = secured.authority, Authority("new")
-    with secured.streams():
-        secured.issue(old, old, new)
-        secured.issue(new, old, new)
-        secured.issue(new, new)
-        secured.authority = new
+    old, new = rig.authority, Authority("new")
+    with rig.streams():
+        rig.issue(old, old, new)
+        rig.issue(new, old, new)
+        serial_numbers = rig.issue(new, new)
+        rig.authority = new
     # The router's first certificates are worth nothing any more: it must come with its new one.
-    secured.reconnect()
-    secured.ask(0)
-    secured.system.assert_idle()
+    with rig.streams():
+        rig.reconnect()
+    for process in (*rig.system.verifiers, *rig.system.drafters.values()):
+        shown = shown_serial_number(process.address, ROUTER.peer(process.role), rig.files["router"])
+        assert shown == serial_numbers[process.role]
 
 
-def test_half_written_files_change_nothing(secured: Secured) -> None:
-    """A key that is not the certificate's is left alone, and said; connections go on as before."""
-    verifier, files = secured.system.verifiers[0], secured.files["verifier"]
-    whole = [path.read_bytes() for path in files.paths]
-    served = secured.shown_by(verifier)
-    since = len(verifier.log)
-    files.paths[1].write_bytes(secured.authority.issue(ROUTER.peer("verifier")).key)
-    reason = "--tls-key-file: it is not the key of the certificate in --tls-cert-file"
-    until(lambda: reason in verifier.log[since:], "the verifier says so")
-    assert "certificate files not taken, the former stay in use" in verifier.log[since:]
-    secured.reconnect()
-    secured.ask(1)
-    assert secured.shown_by(verifier) == served
-    files.paths[1].write_bytes(whole[1])
-
-
-def test_a_router_that_is_refused_says_why(secured: Secured, tmp_path: Path) -> None:
+def test_a_router_that_is_refused_says_why(rig: Secured, tmp_path: Path) -> None:
     """In plain text, or with another authority's certificate: never ready, and its log says what keeps it out."""
     stranger = Authority("stranger")
-    files = PodFiles(tmp_path / "pod").write(stranger.issue(ROUTER), secured.authority, stranger)
+    files = PodFiles(tmp_path / "pod").write(stranger.issue(ROUTER), rig.authority, stranger)
     expected = {
         "plain": ((), "it closed the connection before it answered; it may want TLS"),
         "stranger": (files.flags, "it may refuse this side's certificate: its log says why"),
     }
-    routers = {}
-    for name, (flags, _) in expected.items():
-        every = [
-            *("--model", str(secured.system.model), "--host", "127.0.0.1"),
-            *("--port", "0", "--grpc-port", "0", "--metrics-port", "0"),
-            *("--verifiers", secured.system.verifiers[0].address, *ROUTER_FLAGS, *flags),
-        ]
-        child = spawn(secured.system.supervisor, f"router-{name}", "router", every, "")
-        routers[name] = Process(secured.system.supervisor, f"router-{name}", "router", tuple(every), "", child)
-    secured.system.supervisor.wait_ready([router.child for router in routers.values()], START_TIMEOUT_S)
+    base = base_flags(rig.system.model, rig.system.verifiers[0].address, "")
+    routers = {
+        name: Process(rig.system.supervisor, f"router-{name}", "router", (*base, *flags))
+        for name, (flags, _) in expected.items()
+    }
+    rig.system.supervisor.wait_ready([router.child for router in routers.values()], START_TIMEOUT_S)
     for name, (_, reason) in expected.items():
         router = routers[name]
         until(lambda router=router, reason=reason: reason in router.log, f"router {name} says why")
         assert router.metric("moot_peers", role="verifier", state="ready") == 0
         router.kill()
-    assert "Handshake failed" in secured.system.verifiers[0].log
-    secured.ask(2)
+    assert "Handshake failed" in rig.system.verifiers[0].log
+    rig.ask_long(2)
 
 
 def test_a_process_with_wrong_files_does_not_start(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moot.runtime.supervisor import Supervisor
-from tests.integration.network import Proxies, Proxy
-from tests.integration.processes import LOOPBACK, START_TIMEOUT_S, Process, at_least, equal_to, spawn, wait_metric
-from tests.integration.store_process import Store, spawn_store
+from tests.integration.network import Proxy
+from tests.integration.processes import LOOPBACK, START_TIMEOUT_S, Process, at_least, equal_to, wait_metric
+from tests.integration.store_process import Store
 from tests.waiting import until
 
 _LINK_FLAGS = ("--keepalive-time-ms", "1000", "--keepalive-timeout-ms", "5000")
@@ -42,9 +42,18 @@ ROUTER_FLAGS = (
     *("--eject-s", "1.5", "--drafter-warm-up-s", "0.3", "--drain-grace-s", "60"),
     *_LINK_FLAGS,
 )
+PATIENT = (
+    *("--vote-soft-deadline-ms", "30000", "--vote-hard-deadline-ms", "30000", "--drafter-warm-up-s", "60"),
+    *("--heartbeat-interval-s", "2"),
+)
+"""A round waits for every drafter, on a busy machine as well: what these tests look for depends on no speed."""
+EVERYBODY = (*PATIENT, "--asks", "all")
+"""Beside a tiny target the draft model is hardly worth its time: who wants many tokens accepted asks it anyway."""
+FIXED = ("--length", "fixed", *EVERYBODY)
+"""And drafts are made in every round, whatever they cost."""
 
 _HELD = {
-    "router": ("moot_num_requests_running", "moot_num_requests_waiting", "moot_pool_depth"),
+    "router": ("moot_num_requests_running", "moot_num_requests_waiting", "moot_pool_depth", "moot_queued_tokens"),
     "verifier": (
         *("moot_num_sessions", "moot_kv_cache_usage_ratio", "moot_num_requests_running", "moot_num_requests_waiting"),
         "moot_pool_depth",
@@ -81,23 +90,16 @@ class System:
         """Where the router reaches it: its proxy if it has one."""
         return self.proxies[process.name].address if process.name in self.proxies else process.address
 
-    def add_router(self, flags: Sequence[str] = (), environ_faults: str = "") -> Process:
+    def add_router(self, flags: Sequence[str] = (), faults: str = "") -> Process:
         """One more router over the same peers and store; waits until it serves."""
-        name = f"router-{len(self.routers)}"
-        every = [
-            *("--model", str(self.model), "--served-model-name", "tiny", "--host", LOOPBACK, "--port", "0"),
-            *("--grpc-port", "0", "--metrics-port", "0"),
-            *("--verifiers", ",".join(map(self.address_of, self.verifiers))),
+        pairs = (f"{name}={self.address_of(process)}" for name, process in self.drafters.items())
+        every = (
+            *base_flags(self.model, ",".join(map(self.address_of, self.verifiers)), ",".join(pairs)),
             *(("--redis-url", self.store.url) if self.store else ()),
-            *ROUTER_FLAGS,
             *flags,
-        ]
-        if self.drafters:
-            pairs = (f"{name}={self.address_of(process)}" for name, process in self.drafters.items())
-            every += ["--drafters", ",".join(pairs)]
-        child = spawn(self.supervisor, name, "router", every, environ_faults)
-        self.supervisor.wait_ready([child], START_TIMEOUT_S)
-        router = Process(self.supervisor, name, "router", tuple(every), environ_faults, child)
+        )
+        router = Process(self.supervisor, f"router-{len(self.routers)}", "router", every, faults)
+        self.supervisor.wait_ready([router.child], START_TIMEOUT_S)
         self.routers.append(router)
         until(lambda: router.probe("/readyz") == 200, "the router is ready", START_TIMEOUT_S)
         self.wait_for_peers(router)
@@ -116,11 +118,10 @@ class System:
             proxy.heal()
         if self.store is not None:
             self.store.thaw()
-            if self.store.child.status is not None:
+            if not self.store.is_running:
                 self.store.restart()
         for process in self.processes:
-            if process.is_running:
-                process.thaw()
+            process.thaw()
         dead = [process for process in [*self.verifiers, *self.drafters.values()] if not process.is_running]
         for process in dead:
             process.begin_restart()
@@ -129,6 +130,8 @@ class System:
         for router in self.routers:
             if router.is_running:
                 self.wait_for_peers(router)
+                if self.store is not None:
+                    wait_metric(router, "moot_state_store_up", equal_to(1))
 
     def assert_idle(self) -> None:
         """Every living process has let go of everything: no request, no session, no KV, no draft in the pool."""
@@ -136,6 +139,15 @@ class System:
             if process.is_running and not process.is_frozen:
                 for name in _HELD[process.role]:
                     wait_metric(process, name, equal_to(0))
+
+
+def base_flags(model: Path, verifiers: str, drafters: str) -> tuple[str, ...]:
+    """Of a router over these peers."""
+    return (
+        *("--model", str(model), "--served-model-name", "tiny", "--host", LOOPBACK, "--port", "0", "--grpc-port", "0"),
+        *("--metrics-port", "0", "--verifiers", verifiers, *(("--drafters", drafters) if drafters else ())),
+        *ROUTER_FLAGS,
+    )
 
 
 @contextmanager
@@ -151,7 +163,6 @@ def running(
     verifier_flags: Sequence[str] = (),
     drafter_flags: Sequence[str] = (),
     router_flags: Sequence[str] = (),
-    grace_s: float = 10.0,
 ) -> Iterator[System]:
     """Start it, wait until the router has met everybody, end it on leaving.
 
@@ -164,41 +175,31 @@ def running(
     faults = faults or {}
     with ExitStack() as stack:
         store_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moot-")))
-        supervisor = stack.enter_context(Supervisor(folder, grace_s=grace_s))
-        server = Store(supervisor, store_folder, spawn_store(supervisor, store_folder)) if store else None
-        plans = [
-            (f"verifier-{index}", "verifier", ("--model", str(model), *VERIFIER_FLAGS, *verifier_flags))
-            for index in range(verifiers)
-        ]
-        plans += [
-            (
-                f"drafter-{name}",
-                "drafter",
-                ("--kind", kind, "--drafter-id", name, "--tokenizer", str(model), *DRAFTER_FLAGS, *drafter_flags),
-            )
-            for name, kind in kinds.items()
-        ]
-        peers = []
-        for name, role, flags in plans:
-            flags = ("--host", LOOPBACK, "--port", "0", "--metrics-port", "0", *flags)
-            child = spawn(supervisor, name, role, flags, faults.get(name, ""))
-            peers.append(Process(supervisor, name, role, flags, faults.get(name, ""), child))
-        supervisor.wait_ready(
-            [peer.child for peer in peers] + ([server.child] if server is not None else []), START_TIMEOUT_S
-        )
+        supervisor = stack.enter_context(Supervisor(folder, grace_s=10))
+
+        def peer(name: str, role: str, *flags: str) -> Process:
+            every = ("--host", LOOPBACK, "--port", "0", "--metrics-port", "0", *flags)
+            return Process(supervisor, name, role, every, faults.get(name, ""))
+
+        own = ("--model", str(model), *VERIFIER_FLAGS, *verifier_flags)
+        tokenizer = ("--tokenizer", str(model), *DRAFTER_FLAGS, *drafter_flags)
         system = System(
             supervisor,
             model,
-            verifiers=[peer for peer in peers if peer.role == "verifier"],
-            drafters={name: peer for name, peer in zip(kinds, peers[verifiers:], strict=True)},
-            store=server,
+            verifiers=[peer(f"verifier-{index}", "verifier", *own) for index in range(verifiers)],
+            drafters={
+                name: peer(f"drafter-{name}", "drafter", "--kind", kind, "--drafter-id", name, *tokenizer)
+                for name, kind in kinds.items()
+            },
+            store=Store(supervisor, store_folder) if store else None,
         )
-        if proxied := tuple(proxied):
-            proxies = Proxies()
-            stack.callback(proxies.close)
-            by_name = {peer.name: peer for peer in peers}
-            system.proxies.update({name: proxies.to(by_name[name].address) for name in proxied})
         stack.callback(_thaw_all, system)
+        peers = {one.name: one for one in system.processes}
+        children = [one.child for one in (*peers.values(), *((system.store,) if system.store else ()))]
+        supervisor.wait_ready(children, START_TIMEOUT_S)
+        for name in proxied:
+            system.proxies[name] = Proxy(peers[name].address)
+            stack.callback(system.proxies[name].close)
         system.add_router(router_flags, faults.get("router-0", ""))
         yield system
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from tests.model.driving import threads
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny tensors gain nothing from threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moot.model.backend import plain_runner
 from moot.model.cache.kv_cache import KvCache
+from moot.model.decoder.kernels.library import load_kernels
 from moot.model.inputs import SequenceInput
-from moot.model.loading.load import DTYPES, load_model
+from moot.model.loading.load import DTYPES, LoadedModel, load_model
 from moot.model.runner import ModelRunner
+from moot.shipped import cache_dir
 
 
 def random_ids(count: int, seed: int = 0) -> list[int]:
@@ -50,11 +54,43 @@ def run_chunks(runner: ModelRunner, token_ids: Sequence[int], sizes: Sequence[in
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:
-    """Nodes of a tree from its root's child to `node`."""
-    path = [node]
-    while parents[path[0]] != -1:
-        path.insert(0, parents[path[0]])
+    """Nodes of a tree from its root's child to `node`; none for -1."""
+    path: list[int] = []
+    while node != -1:
+        path.insert(0, node)
+        node = parents[node]
     return path
+
+
+def rows_of(
+    runner: ModelRunner, cache: KvCache, token_ids: Sequence[int], parents: Sequence[int] | None = None
+) -> Tensor:
+    """Logits [tokens, vocab] of one input by itself."""
+    return runner.forward([SequenceInput(cache, token_ids, parents, range(len(token_ids)))])[0]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads of torch: with several, work is split at other places."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def load_by_kernels(path: Path, variant: str) -> LoadedModel:
+    """The model, computed by this variant of the kernels; skips where they cannot be had."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MOOT_KERNELS", variant)
+        if load_kernels(cache_dir()) is None:
+            pytest.skip(f"no kernels: a CPU with {variant}, and apt-get install gcc libc6-dev")
+        loaded = load_model(path, dtype="bfloat16")
+    assert loaded.decoder is not None
+    assert loaded.decoder.kernels is not None
+    assert loaded.decoder.kernels.variant.name == variant
+    return loaded
 
 
 def distance(ours: Tensor, plain: Tensor) -> float:

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from moot.core.errors import ConfigError
 from moot.model.backend import plain_runner
 from moot.model.checks import selfcheck
-from moot.model.decoder.kernels.library import VARIANTS, load_kernels
+from moot.model.decoder.kernels.library import VARIANTS
 from moot.model.inputs import SequenceInput
-from moot.model.loading.load import LoadedModel, load_model
+from moot.model.loading.load import load_model
 from moot.model.modules.tiled_layers import RowwiseActivation
-from moot.model.rows import NATURAL, Padding, linear_candidates
+from moot.model.rows import NATURAL, Padding
 from moot.model.runner import ModelRunner
-from moot.shipped import cache_dir
 from moot.testing.tiny_model import FAMILIES, make_tiny_model
-from tests.model.driving import random_ids, run_chunks
+from tests.model.driving import load_by_kernels, path_to, random_ids, rows_of, run_chunks, threads
 
 DTYPES = ("float32", "bfloat16", "float64")
 LENGTH = 526
@@ -50,23 +49,11 @@ KERNEL_CASES = [(*config, variant.name) for variant in VARIANTS for config in KE
     ids=[f"{case[0]}-{case[1]}" for case in CASES] + [f"{case[0]}-{case[2]}-{case[1]}" for case in KERNEL_CASES],
 )
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
-    family, dtype, config, kernels = request.param
-    threads = torch.get_num_threads()
-    # With several threads operations are cut at other places; one thread for the rest keeps the suite short.
-    torch.set_num_threads(2 if family == "llama" else 1)
+    family, dtype, config, by = request.param
     path = make_tiny_model(tmp_path_factory.mktemp(family), family, seed=1, **config)
-    with pytest.MonkeyPatch.context() as patched:
-        if kernels is not None:
-            patched.setenv("MOOT_KERNELS", kernels)
-            if load_kernels(cache_dir()) is None:
-                pytest.skip(f"no kernels: a CPU with {kernels}, and apt-get install gcc libc6-dev")
-        loaded = load_model(path, dtype=dtype)
-    if kernels is not None:
-        assert loaded.decoder is not None
-        assert loaded.decoder.kernels is not None
-        assert loaded.decoder.kernels.variant.name == kernels
-    yield plain_runner(loaded, 16384, True)
-    torch.set_num_threads(threads)
+    # With several threads operations are cut at other places; one thread for the rest keeps the suite short.
+    with threads(2 if family == "llama" else 1):
+        yield plain_runner(load_by_kernels(path, by) if by else load_model(path, dtype=dtype), 16384, True)
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +94,7 @@ def test_warm_and_moved_caches_change_no_bit(runner: ModelRunner, whole: Tensor)
     _, donor = run_chunks(runner, token_ids[:520], [77])
     warm = runner.new_cache()
     warm.append_block(donor.read_block(0, 512))
-    (logits,) = runner.forward([SequenceInput(warm, token_ids[512:], None, range(LENGTH - 512))])
-    assert torch.equal(logits, whole[512:])
+    assert torch.equal(rows_of(runner, warm, token_ids[512:]), whole[512:])
     moved = plain_runner(runner.loaded, 4096, True)
     assert moved.numerics_fingerprint == runner.numerics_fingerprint
     logits, _ = run_chunks(moved, token_ids, [515, 1, 1])
@@ -132,20 +118,15 @@ def test_every_path_of_a_tree_is_a_chain(runner: ModelRunner, base: int) -> None
     for parents in TREES:
         prefix, nodes, after = random_ids(base, seed=2), random_ids(len(parents), seed=base), random_ids(3, seed=8)
         alone, cache = run_chunks(runner, prefix, [])[1], run_chunks(runner, prefix, [])[1]
-        (tree,) = runner.forward([SequenceInput(cache, nodes, parents, range(len(nodes)))])
+        tree = rows_of(runner, cache, nodes, parents)
         for node in range(len(nodes)):
-            path, at = [], node
-            while at != -1:
-                path.insert(0, at)
-                at = parents[at]
+            path = path_to(node, parents)
             chain = [nodes[index] for index in path]
             (logits,) = runner.forward([SequenceInput(alone, chain, None, [len(chain) - 1])])
             assert torch.equal(tree[node], logits[0])
         cache.commit(path)
         alone.commit(range(len(chain)))
-        (logits,) = runner.forward([SequenceInput(cache, after, None, range(3))])
-        (expected,) = runner.forward([SequenceInput(alone, after, None, range(3))])
-        assert torch.equal(logits, expected)
+        assert torch.equal(rows_of(runner, cache, after), rows_of(runner, alone, after))
         assert torch.equal(cache.read_block(0, cache.length), alone.read_block(0, alone.length))
         cache.free()
         alone.free()
@@ -188,26 +169,18 @@ def test_the_check_finds_row_counts_that_differ(tmp_path: Path, dtype: str, monk
     monkeypatch.setattr(nn.functional, "linear", two_kernels)
     rules = selfcheck.find_rules(loaded)
     assert rules.linear.minimum >= 8
-    assert rules.linear in linear_candidates(loaded.kv_shape.dtype)
-
-
-def loaded_pair(tmp_path: Path) -> tuple[LoadedModel, LoadedModel]:
-    path = make_tiny_model(tmp_path)
-    return load_model(path, dtype="float32"), load_model(path, dtype="bfloat16")
+    assert rules.linear in (Padding(16, 16), Padding(32, 32))
 
 
 def test_fingerprint_names_what_rounds_otherwise(tmp_path: Path) -> None:
     """Another dtype, mode or number of threads is another fingerprint; the same is the same."""
-    single, half = loaded_pair(tmp_path)
+    path = make_tiny_model(tmp_path)
+    single, half = load_model(path, dtype="float32"), load_model(path, dtype="bfloat16")
     seen = {plain_runner(loaded, 512, mode).numerics_fingerprint for loaded in (single, half) for mode in (True, False)}
     assert len(seen) == 4
     assert plain_runner(single, 512, True).numerics_fingerprint in seen
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
+    with threads(torch.get_num_threads() + 1):
         assert plain_runner(single, 512, True).numerics_fingerprint not in seen
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_padding_counts() -> None:

@@ -1,8 +1,9 @@
-"""Rounds at the runner's level: accepted, rejected and failed drafts, batches, limits, poison."""
+"""Rounds at the runner's level, plain and paged: accepted, rejected and failed drafts, batches, limits, poison."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,15 @@ import torch
 
 from moot.core.errors import ContextLengthExceeded, NoCapacity
 from moot.model.backend import plain_runner
+from moot.model.cache.kv_cache import KvCache
+from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.inputs import SequenceInput
 from moot.model.loading.load import LoadedModel, load_model
+from moot.model.runner import ModelRunner
 from moot.testing.tiny_model import make_tiny_model
-from tests.model.driving import distance, plain_logits, plain_model, random_ids, run_chunks
+from tests.model.driving import distance, plain_logits, plain_model, random_ids, rows_of, run_chunks
+
+Make = Callable[[LoadedModel, int, bool], ModelRunner]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,6 +32,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def loaded(path: Path) -> LoadedModel:
     return load_model(path, dtype="float32")
+
+
+@pytest.fixture(params=["plain", "paged"])
+def make(request: pytest.FixtureRequest) -> Make:
+    """Of a loaded model, room for so many tokens and the mode: the runner of a CPU, or that of accelerators."""
+
+    def paged(loaded: LoadedModel, capacity: int, batch_invariant: bool) -> ModelRunner:
+        return GpuRunner(loaded, capacity, batch_invariant, use_graphs=not batch_invariant)
+
+    return plain_runner if request.param == "plain" else paged
 
 
 def test_c05_rejections_leave_no_trace(path: Path, loaded: LoadedModel) -> None:
@@ -53,107 +69,115 @@ def test_c05_rejections_leave_no_trace(path: Path, loaded: LoadedModel) -> None:
     assert runner.pool.used_tokens == 0
 
 
-@pytest.mark.parametrize("mode", [True, False])
-def test_c04_batch_of_32_with_different_acceptance(loaded: LoadedModel, mode: bool) -> None:
-    """32 requests with K of 0, 3 and 7, chains and trees, accepting different lengths: each is as it is alone."""
-    runner = plain_runner(loaded, 32 * 512 * 2, mode)
-    prompts = [random_ids(3 + 5 * index % 37, seed=index) for index in range(32)]
-    batched = [run_chunks(runner, prompt, [])[1] for prompt in prompts]
-    alone = [run_chunks(runner, prompt, [])[1] for prompt in prompts]
+@pytest.mark.parametrize(("make", "mode"), [("plain", True), ("plain", False), ("paged", False)], indirect=["make"])
+def test_c04_batch_of_32_with_different_acceptance(make: Make, loaded: LoadedModel, mode: bool) -> None:
+    """32 requests (of pages, 8), half of them near a page's border, with K of 0, 3 and 7, chains and trees, accepting
+    different lengths; after each round one ends and its room goes to a new one: each is as it is alone."""
+    num_requests = 32 if make is plain_runner else 8
+    runner = make(loaded, num_requests * 1024 * 2, mode)
+    lengths = [500 + 3 * index if index % 2 else 3 + 5 * index % 37 for index in range(num_requests)]
+    pairs = [(runner.new_cache(), runner.new_cache()) for _ in lengths]
+    for pair, length in zip(pairs, lengths, strict=True):
+        begin(runner, pair, random_ids(length, seed=length))
     for round_index in range(4):
         inputs: list[tuple[list[int], list[int] | None]] = []
-        for index in range(32):
+        for index in range(num_requests):
             count = 1 + (0, 3, 7)[(index + round_index) % 3]
             tree = [-1, *[max(0, node - 2) for node in range(1, count)]] if index % 4 == 0 else None
             inputs.append((random_ids(count, seed=100 * round_index + index), tree))
         batch = [
-            SequenceInput(cache, ids, tree, range(len(ids))) for cache, (ids, tree) in zip(batched, inputs, strict=True)
+            SequenceInput(pair[0], ids, tree, range(len(ids))) for pair, (ids, tree) in zip(pairs, inputs, strict=True)
         ]
         for index, logits in enumerate(runner.forward(batch)):
             ids, tree = inputs[index]
-            (own,) = runner.forward([SequenceInput(alone[index], ids, tree, range(len(ids)))])
+            own = rows_of(runner, pairs[index][1], ids, tree)
             assert torch.equal(own, logits) if mode else distance(own, logits) < 5e-6
-            if tree is None:
-                kept = list(range(1 + (index + round_index) % len(ids)))
-            else:
-                kept = [0, *([2] if len(ids) > 2 else [])]
-            batched[index].commit(kept)
-            alone[index].commit(kept)
-    for cache in batched + alone:
-        cache.free()
+            kept = range(1 + (index + round_index) % len(ids)) if tree is None else [0, 2][: 1 + (len(ids) > 2)]
+            for cache in pairs[index]:
+                cache.commit(kept)
+        # In the other order: what one of them left to be moved must not reach the other, which has its room now.
+        ended = pairs[4 * round_index % num_requests][::-1]
+        for cache in ended:
+            cache.free()
+        begin(runner, ended, random_ids(40, seed=round_index))
+    for pair in pairs:
+        for cache in pair:
+            cache.free()
     assert runner.pool.used_tokens == 0
 
 
-def test_limits_are_refused_before_anything_changes(loaded: LoadedModel) -> None:
+def begin(runner: ModelRunner, caches: Iterable[KvCache], prompt: list[int]) -> None:
+    for cache in caches:
+        runner.forward([SequenceInput(cache, prompt, None, [])])
+        cache.commit(range(len(prompt)))
+
+
+def test_limits_are_refused_before_anything_changes(make: Make, loaded: LoadedModel) -> None:
     """The context limit counts positions, so a wide tree may pass where a chain of as many tokens may not."""
-    runner = plain_runner(loaded, 1024, True)
+    runner = make(loaded, 1024, True)
     cache = run_chunks(runner, random_ids(638), [])[1]
-    runner.forward([SequenceInput(cache, [1, 2, 3, 4], [-1, 0, 0, 0], [3])])
+    rows_of(runner, cache, [1, 2, 3, 4], [-1, 0, 0, 0])
     with pytest.raises(ContextLengthExceeded, match="641 tokens exceed the model's context of 640"):
-        runner.forward([SequenceInput(cache, [1, 2, 3], None, [2])])
+        rows_of(runner, cache, [1, 2, 3])
     assert cache.length == 638
-    (logits,) = runner.forward([SequenceInput(cache, [1, 2], None, [1])])
-    assert logits.isfinite().all()
-    cache.free()
+    assert rows_of(runner, cache, [1, 2]).isfinite().all()
 
 
-def test_capacity_is_refused_and_the_rest_goes_on(loaded: LoadedModel) -> None:
+def test_capacity_is_refused_and_the_rest_goes_on(make: Make, loaded: LoadedModel) -> None:
     """A request that does not fit gets NoCapacity; those that are in go on as if nothing had been asked."""
-    runner = plain_runner(loaded, 512, True)
+    runner = make(loaded, 512, True)
     cache = run_chunks(runner, random_ids(10), [])[1]
     with pytest.raises(NoCapacity):
-        runner.forward([SequenceInput(cache, [1], None, [0]), SequenceInput(runner.new_cache(), [1], None, [0])])
-    (logits,) = runner.forward([SequenceInput(cache, [7], None, [0])])
-    expected, _ = run_chunks(plain_runner(loaded, 512, True), [*random_ids(10), 7], [])
-    assert torch.equal(logits[0], expected[-1])
+        runner.forward([SequenceInput(one, [1], None, [0]) for one in (cache, runner.new_cache())])
+    expected, _ = run_chunks(make(loaded, 512, True), [*random_ids(10), 7, 8, 9], [])
+    assert torch.equal(rows_of(runner, cache, [7, 8, 9]), expected[10:])
 
 
-def test_malformed_inputs_are_refused(loaded: LoadedModel) -> None:
-    """C07 and kin: ids outside the embeddings, parents that come later, rows that do not exist, a cache used twice."""
-    runner = plain_runner(loaded, 1024, False)
+def test_malformed_inputs_are_refused(make: Make, loaded: LoadedModel) -> None:
+    """C07 and kin: ids outside the embeddings, parents that come later, rows that do not exist, a cache used twice,
+    tokens kept that are no path. No input, no tokens and no wanted rows are steps like any other."""
+    runner = make(loaded, 1024, False)
     cache = runner.new_cache()
-    bad = [
-        SequenceInput(cache, [300], None, [0]),
-        SequenceInput(cache, [-1], None, [0]),
-        SequenceInput(cache, [1, 2], [0, 0], [0]),
-        SequenceInput(cache, [1, 2], [-1], [0]),
-        SequenceInput(cache, [1, 2], [-1, -2], [0]),
-        SequenceInput(cache, [1], None, [1]),
-    ]
+    bad = [([300], None, [0]), ([-1], None, [0]), ([1, 2], [0, 0], [0]), ([1, 2], [-1], [0])]
+    bad += [([1, 2], [-1, -2], [0]), ([1], None, [1])]
     for item in bad:
         with pytest.raises(ValueError, match=r"embeddings|parent|logit row"):
-            runner.forward([item])
+            runner.forward([SequenceInput(cache, *item)])
     with pytest.raises(ValueError, match="share a cache"):
         runner.forward([SequenceInput(cache, [1], None, [0])] * 2)
     assert cache.length == 0
     assert cache.pending is None
-
-
-def test_nothing_to_do(loaded: LoadedModel) -> None:
-    """No input, no tokens and no wanted rows are steps like any other."""
-    runner = plain_runner(loaded, 1024, True)
-    cache = runner.new_cache()
     assert runner.forward([]) == []
-    assert [list(logits.shape) for logits in runner.forward([SequenceInput(cache, [], None, [])])] == [[0, 300]]
+    assert runner.forward([SequenceInput(cache, [], None, [])])[0].shape == (0, 300)
+    rows_of(runner, cache, [1, 2])
+    with pytest.raises(ValueError, match="not a path"):
+        cache.commit([1])
     assert runner.forward([SequenceInput(cache, [1, 2], None, [])])[0].shape == (0, 300)
     cache.commit([0, 1])
     assert cache.length == 2
 
 
-def test_a_poisoned_request_fails_alone(path: Path) -> None:
-    """NaN in one request's numbers reaches no other request of the step, bit by bit."""
+def test_a_poisoned_request_fails_alone(make: Make, path: Path) -> None:
+    """NaN in one request's numbers reaches no other request of the step, bit by bit, nor the one that gets its room."""
     loaded = load_model(path, dtype="float32")
     with torch.no_grad():
         loaded.model.get_input_embeddings().weight[7] = float("nan")
-    runner = plain_runner(loaded, 4096, True)
+    runner = make(loaded, 2048, True)
     healthy, sick = [1, 2, 3, 4], [5, 7, 6]
-    expected, _ = run_chunks(runner, healthy, [])
+    expected, first = run_chunks(runner, healthy, [])
+    first.free()
     for order in (0, 1):
-        batch = [SequenceInput(runner.new_cache(), healthy, None, range(4))]
-        batch.insert(order, SequenceInput(runner.new_cache(), sick, None, range(3)))
+        caches = runner.new_cache(), runner.new_cache()
+        batch = [SequenceInput(caches[0], healthy, None, range(4))]
+        batch.insert(order, SequenceInput(caches[1], sick, None, range(3)))
         logits = runner.forward(batch)
         assert logits[order].isnan()[1:].all()
         assert torch.equal(logits[1 - order], expected)
+        caches[1].free()
+        again, cache = run_chunks(runner, healthy, [])
+        assert torch.equal(again, expected)
+        cache.free()
+        caches[0].free()
 
 
 def test_progress_counts_every_layer_and_tile(loaded: LoadedModel) -> None:

@@ -26,6 +26,8 @@ class Prometheus:
 
     def __init__(self, supervisor: Supervisor, folder: Path, targets: Mapping[str, Sequence[int]]) -> None:
         self._url = f"http://{LOOPBACK}:{_free_port()}"
+        # One for all questions: each new one would read the system's certificates.
+        self._http = httpx.Client(base_url=self._url, timeout=_TIMEOUT_S, trust_env=False)
         folder.mkdir()
         (folder / "prometheus.yml").write_text(yaml.safe_dump(_config(folder, targets)))
         argv = [
@@ -71,12 +73,12 @@ class Prometheus:
 
     def _look(self) -> dict[str, Any] | None:
         try:
-            return {} if httpx.get(f"{self._url}/-/ready", timeout=1).status_code == 200 else None
+            return {} if self._http.get("/-/ready").status_code == 200 else None
         except httpx.TransportError:
             return None
 
     def _get(self, path: str, **parameters: str) -> dict[str, Any]:
-        return dict(httpx.get(self._url + path, params=parameters, timeout=_TIMEOUT_S).json())
+        return dict(self._http.get(path, params=parameters).json())
 
 
 def _config(folder: Path, targets: Mapping[str, Sequence[int]]) -> dict[str, Any]:

@@ -8,47 +8,38 @@ import logging
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.paths.path_coverage import count, missing, watch
+from tests.paths.path_coverage import Findings, missing
 from tests.paths.path_drawing import CASES_PER_SYSTEM
 from tests.paths.path_peers import House
-from tests.paths.path_play import Played, describe, play_all
+from tests.paths.path_play import Played, describe
 
 EVERY_S = 10.0
 
 
-async def run(numbers: Sequence[int], is_alone: bool) -> tuple[Counter[str], int]:
-    """What was seen, and how many cases were wrong; those are printed as they come."""
-    seen: Counter[str] = Counter()
+async def run(numbers: Sequence[int], is_alone: bool) -> Findings:
+    """What came of these cases; those that are wrong are printed as they come."""
+    findings = Findings()
     began = told = time.monotonic()
-    num_wrong = 0
 
-    def note(played: Played) -> None:
-        nonlocal told, num_wrong
-        count(played, seen)
+    def tell(played: Played) -> None:
+        nonlocal told
         if played.problems:
-            num_wrong += 1
             print(describe(played), flush=True)
         now = time.monotonic()
         if now - told >= EVERY_S:
-            told = now
-            done = seen["cases"]
+            told, done = now, len(findings.played)
             left_s = (now - began) / done * (len(numbers) - done)
-            print(
-                f"{done} of {len(numbers)} cases, {num_wrong} wrong, {left_s:.0f} s left", file=sys.stderr, flush=True
-            )
+            print(f"{done} of {len(numbers)} cases, {left_s:.0f} s left", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        house = House(Path(folder), lambda engine: watch(engine, seen))
-        try:
-            await play_all(house, numbers, note, is_alone=is_alone)
-        finally:
-            await house.close()
-    print(f"{seen['cases']} cases in {time.monotonic() - began:.0f} s, {num_wrong} wrong")
-    return seen, num_wrong
+        async with House(Path(folder)) as house:
+            await findings.play(house, numbers, tell, is_alone=is_alone)
+    num_wrong = sum(bool(played.problems) for played in findings.played)
+    print(f"{len(findings.played)} cases in {time.monotonic() - began:.0f} s, {num_wrong} wrong")
+    return findings
 
 
 def main() -> int:
@@ -70,14 +61,14 @@ def main() -> int:
         numbers = range(args.system * CASES_PER_SYSTEM, (args.system + 1) * CASES_PER_SYSTEM)
     if args.case is not None:
         numbers = [args.case]
-    seen, num_wrong = asyncio.run(run(numbers, args.case is not None))
+    findings = asyncio.run(run(numbers, args.case is not None))
     if args.verbose:
-        for name, number in sorted(seen.items()):
+        for name, number in sorted(findings.seen.items()):
             print(f"  {name}: {number}")
-    seldom = missing(seen) if whole and args.cases >= 500 else []
+    seldom = missing(findings.seen) if whole and args.cases >= 500 else []
     for line in seldom:
         print(f"too seldom: {line}")
-    return int(bool(num_wrong or seldom))
+    return int(bool(findings.wrong or seldom))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from moot.core.speculation.drafter_selection import SELECTIONS
 from moot.core.speculation.length import LENGTHS
@@ -13,10 +14,40 @@ from moot.core.voting.voting import POLICIES
 from moot.core.voting.weights import WEIGHTS
 from services.verifier.engine import Engine
 from tests.paths.path_drawing import ALL_DRAFTERS, HASTY, INSIDE, LOCAL, MODELS, OF_REQUESTS, STAGES, TARGETS
-from tests.paths.path_play import Played
+from tests.paths.path_peers import House
+from tests.paths.path_play import Played, describe, play_all
 
 HONEST = (*LOCAL, *MODELS, *OF_REQUESTS, *INSIDE, "knowing")
 """Drafters of which some proposals must have been right."""
+
+
+@dataclass
+class Findings:
+    """Cases that were played, and all that was seen of them."""
+
+    played: list[Played] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+
+    async def play(
+        self,
+        house: House,
+        numbers: Sequence[int],
+        on_played: Callable[[Played], None] = lambda played: None,
+        *,
+        is_alone: bool = False,
+    ) -> Findings:
+        def note(played: Played) -> None:
+            self.played.append(played)
+            count(played, self.seen)
+            on_played(played)
+
+        await house.change_targets(lambda engine: watch(engine, self.seen))
+        await play_all(house, numbers, note, is_alone=is_alone)
+        return self
+
+    @property
+    def wrong(self) -> str:
+        return "\n".join(describe(played) for played in self.played if played.problems)
 
 
 def watch(engine: Engine, seen: Counter[str]) -> None:

@@ -31,14 +31,14 @@ ROWS = 300
 
 @dataclass
 class House:
-    """What systems share, made when it is asked for. `change`: done to each verifier that is made."""
+    """What systems share, made when it is asked for. An async context manager."""
 
     folder: Path
     """What lies there already is not made again."""
-    change: Callable[[Engine], None] = lambda engine: None
     patience_s: float = 60.0
     """How long what requests hold may outlive them."""
     known: Known = field(default_factory=dict)
+    _change: Callable[[Engine], None] = lambda engine: None
     _loaded: dict[str, LoadedModel] = field(default_factory=dict)
     _plain: dict[str, PlainTarget] = field(default_factory=dict)
     _served: dict[str, ServedTarget] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class House:
             )
             # A model of its own: nothing that it computes with is shared with plain decoding.
             engine = Engine(plain_runner(load_model(self.model(spec), "cpu", spec.dtype), CACHE_TOKENS, True), config)
-            self.change(engine)
+            self._change(engine)
             self._served[spec.name] = ServedTarget(engine)
             await self._served[spec.name].start()
         return self._served[spec.name]
@@ -165,7 +165,17 @@ class House:
             texts += [[*prompt, *answer.token_ids] for (prompt, _), answer in zip(asked, answers, strict=True)]
         return texts
 
-    async def close(self) -> None:
+    async def change_targets(self, change: Callable[[Engine], None]) -> None:
+        """From now on all verifiers are new ones, each changed in this way when it is made."""
+        self._change = change
+        for target in self._served.values():
+            await target.stop()
+        self._served.clear()
+
+    async def __aenter__(self) -> House:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
         for peer in (*self._pods.values(), *self._served.values()):
             await peer.stop()
         for plain in self._plain.values():

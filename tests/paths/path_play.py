@@ -15,7 +15,8 @@ from moot.core.options import make_config
 from moot.core.types import ModelInfo, TokenLogprobs
 from moot.runtime.metrics import Metrics
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint
-from services.router.api.requests import ChatBody, parse_chat, parse_completion, plan_requests
+from services.router.api.choices import encode_prompts
+from services.router.api.requests import BodyReader, Checked, plan_requests
 from services.router.api.text import IncrementalText
 from services.router.api.tokenization import PromptTokenizer
 from services.router.config import RouterConfig
@@ -72,29 +73,12 @@ class Front:
         return info
 
     async def requests(self, case: Case) -> tuple[GenerationRequest, ...]:
-        """As endpoint.py makes them, one per choice."""
-        info, settings, known = self.info, self.config.http, self.peers.drafter_ids()
-        if case.is_chat:
-            body: Any = parse_chat(case.body, settings, info, known)
-            assert isinstance(body, ChatBody)
-            ids = await self.prompts.encode_chat(
-                body.messages,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                context_limit=info.context_limit,
-                param="messages",
-            )
-            prompts: tuple[tuple[int, ...], ...] = (ids,)
-        else:
-            body = parse_completion(case.body, settings, info, known)
-            (prompt,) = body.prompts
-            if isinstance(prompt, str):
-                prompts = await self.prompts.encode(
-                    [prompt], add_special_tokens=True, context_limit=info.context_limit, param="prompt"
-                )
-            else:
-                prompts = (prompt,)
-        return plan_requests(body.common, prompts, info, f"case-{case.number}", "", "", "prompt")
+        """As the API makes them, one per choice."""
+        info = self.info
+        reader = BodyReader(self.config.http, info, self.peers.drafter_ids())
+        checked: Checked[Any] = reader.chat(case.body) if case.is_chat else reader.completion(case.body)
+        prompts, _ = await encode_prompts(self.prompts, checked.body, info.context_limit, "prompt")
+        return plan_requests(checked, prompts, info, f"case-{case.number}", "", "", "prompt")
 
     async def generate(self, outcome: Outcome) -> None:
         request = outcome.request
@@ -149,7 +133,7 @@ async def front(house: House, system: System) -> AsyncIterator[Front]:
     peers = Peers(config, tokenizer, metrics)
     model = ServedModel("tiny", tokenizer_fingerprint(tokenizer))
     rounds = Rounds(peers.targets, peers.drafter_set, MemoryStore(), model, metrics, config.max_buffered_commits)
-    prompts = PromptTokenizer(tokenizer, timeout_s=GIVE_UP_S, num_threads=1, max_prompt_bytes=1 << 20)
+    prompts = PromptTokenizer(tokenizer, dataclasses.replace(config.http, tokenize_timeout_s=GIVE_UP_S))
     try:
         peers.start()
         await eventually(lambda: peers.targets.is_available)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from moot.core.types import ModelInfo
 from moot.drafters.interface import Drafter
 from moot.rpc.grpc_server import GrpcServer
+from moot.rpc.link import LinkConfig
 from moot.runtime.metrics import Metrics
 from moot.runtime.worker import WorkerThread
 from moot.testing import Manner, ScriptedDrafter, ScriptedText
@@ -24,15 +24,13 @@ from services.verifier.servicer import VerifierServicer
 _MANNERS = (Manner.WRONG, Manner.DOUBLE, Manner.STALE, Manner.UNKNOWN, Manner.BAD_CONFIDENCES, Manner.ABSTAIN)
 
 
-class _Served(ABC):
-    """An engine behind a server on loopback."""
+class _Served:
+    """An engine behind a server on loopback. `start`: starts the engine."""
 
-    def __init__(self, engine: Engine | DrafterEngine, server: GrpcServer) -> None:
+    def __init__(self, engine: Engine | DrafterEngine, link: LinkConfig, start: Callable[[], None]) -> None:
         self._engine = engine
-        self._server = server
-
-    @abstractmethod
-    def _start_engine(self) -> None: ...
+        self._server = GrpcServer(link, ())
+        self._start_engine = start
 
     async def start(self) -> None:
         self._start_engine()
@@ -52,13 +50,9 @@ class ServedTarget(_Served):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        super().__init__(engine, GrpcServer(engine.config.link, ()))
-        verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server(
-            VerifierServicer(engine, engine.config), self._server.server
-        )
-
-    def _start_engine(self) -> None:
-        self.engine.start()
+        super().__init__(engine, engine.config.link, engine.start)
+        servicer = VerifierServicer(engine, engine.config)
+        verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, self._server.server)
 
     def left(self) -> dict[str, int]:
         """What is held of requests, by where."""
@@ -77,10 +71,10 @@ class Pod(_Served):
     """A drafter as a service on loopback."""
 
     def __init__(self, config: DrafterConfig, make: Callable[[DrafterConfig], tuple[Drafter[Any], ModelInfo]]) -> None:
-        self._worker = WorkerThread(config.drafter_id)
-        self._drafter, info = self._worker.submit(lambda: make(config)).result(timeout=60)
+        worker = WorkerThread(config.drafter_id)
+        self._drafter, info = worker.submit(lambda: make(config)).result(timeout=60)
         self.engine = DrafterEngine(self._drafter, config, Metrics("drafter"), info.vocab_size)
-        super().__init__(self.engine, GrpcServer(config.link, ()))
+        super().__init__(self.engine, config.link, lambda: self.engine.start(worker))
         description = description_to_pb(self._drafter.kind, self._drafter.family, info)
         servicer = DrafterServicer(
             self.engine,
@@ -91,34 +85,25 @@ class Pod(_Served):
         )
         drafter_service_pb2_grpc.add_DrafterServiceServicer_to_server(servicer, self._server.server)
 
-    def _start_engine(self) -> None:
-        self.engine.start(self._worker)
-
     def left(self) -> dict[str, int]:
         return {"sessions": self.engine.num_sessions, "cache tokens": getattr(self._drafter, "kv_used_tokens", 0)}
 
 
-class ProtocolPod:
+class ProtocolPod(ScriptedDrafter):
     """A drafter that answers twice, to other rounds, or not at all, forgets sessions and miscounts confidences."""
 
     def __init__(self, info: ModelInfo) -> None:
         draw = random.Random("protocol")
-        self._drafter = ScriptedDrafter(
-            ScriptedText(vocab_size=info.vocab_size, end_token_id=min(info.end_token_ids)),
+        text = ScriptedText(vocab_size=info.vocab_size, end_token_id=min(info.end_token_ids))
+        super().__init__(
+            text,
             tokenizer_fingerprint=info.tokenizer_fingerprint,
             manner=lambda: draw.choice(_MANNERS),
             family="protocol",
         )
 
-    async def start(self) -> None:
-        await self._drafter.start()
-
     async def stop(self) -> None:
-        await self._drafter.kill()
-
-    @property
-    def address(self) -> str:
-        return self._drafter.address
+        await self.kill()
 
     def left(self) -> dict[str, int]:
-        return {"sessions": self._drafter.num_sessions}
+        return {"sessions": self.num_sessions}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,25 +18,45 @@ from services.verifier.sessions import PendingWork, Session
 from services.verifier.step import StepRunner
 from services.verifier.walks import Walks, row_of_nodes
 from tests.paths.path_checks import check_choice
-from tests.paths.path_coverage import missing
+from tests.paths.path_coverage import Findings, missing
 from tests.paths.path_drawing import CASES_PER_SYSTEM, TARGETS, draw_case, draw_system
-from tests.paths.path_findings import Findings, play_cases
 from tests.paths.path_peers import House
-from tests.paths.path_play import Played, describe, play_all
+from tests.paths.path_play import Played, play_all
 
 pytestmark = pytest.mark.timeout(900)  # of cases that are played for many tests at once
 
-NUM_CASES = int(os.environ.get("MOOT_CASES", "10000"))
+NUM_CASES = 500
+NUM_MORE = int(os.environ.get("MOOT_CASES", "10000"))
+
+
+class Suite(NamedTuple):
+    """One house on one event loop, which runs while a test plays."""
+
+    house: House
+    runner: asyncio.Runner
+
+
+@pytest.fixture(scope="session")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
+    with asyncio.Runner() as runner:
+        house = House(tmp_path_factory.mktemp("paths"))
+        yield Suite(house, runner)
+        runner.run(house.__aexit__())
+
+
+@pytest.fixture(scope="session")
+def findings(suite: Suite) -> Findings:
+    """The first cases, played once for all tests that look at them."""
+    return suite.runner.run(Findings().play(suite.house, range(NUM_CASES)))
 
 
 @pytest.mark.parametrize("target", [spec.name for spec in TARGETS])
 def test_whatever_is_drafted_the_text_is_plain_decodings(findings: Findings, target: str) -> None:
-    """500 drawn cases, verified ten at a time: ids, text, end and logprobs are plain decoding's bit by bit, counters
-    add up, and afterwards nobody holds anything of them."""
-    own = [played for played in findings.played if played.case.system.target.name == target]
-    assert len(own) > 50
-    wrong = [describe(played) for played in own if played.problems]
-    assert not wrong, "\n".join(wrong)
+    """C01, C04, C30: 500 drawn cases, verified ten at a time: ids, text, end and logprobs are plain decoding's bit by
+    bit, counters add up, and afterwards nobody holds anything of them."""
+    own = Findings([played for played in findings.played if played.case.system.target.name == target])
+    assert len(own.played) > 50
+    assert not own.wrong, own.wrong
 
 
 def test_the_cases_are_of_every_sort(findings: Findings) -> None:
@@ -46,13 +65,12 @@ def test_the_cases_are_of_every_sort(findings: Findings) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("block", range(max(1, NUM_CASES // 500)))
-def test_the_same_in_many_more_cases(models: Path, block: int) -> None:
+@pytest.mark.parametrize("block", range(max(1, NUM_MORE // 500)))
+def test_the_same_in_many_more_cases(suite: Suite, block: int) -> None:
     """MOOT_CASES cases (10,000 unless set), other ones than above."""
     first = 1000 + 500 * block
-    found = asyncio.run(play_cases(models, range(first, first + 500)))
-    wrong = [describe(played) for played in found.played if played.problems]
-    assert not wrong, "\n".join(wrong)
+    found = suite.runner.run(Findings().play(suite.house, range(first, first + 500)))
+    assert not found.wrong, found.wrong
     assert not missing(found.seen), found.seen
 
 
@@ -137,7 +155,7 @@ class Caught(Exception):
     """No more cases are needed."""
 
 
-def num_until_caught(folder: Path, change: Callable[[Engine], None], most: int, patience_s: float = 60.0) -> int | None:
+def num_until_caught(suite: Suite, change: Callable[[Engine], None], most: int) -> int | None:
     """How many cases were played until one was wrong, at most `most`; None: none was."""
     num_played = 0
 
@@ -148,22 +166,19 @@ def num_until_caught(folder: Path, change: Callable[[Engine], None], most: int, 
             raise Caught
 
     async def main() -> None:
-        house = House(folder, change, patience_s)
-        try:
-            numbers = [number for first in MUTATED for number in range(first, first + CASES_PER_SYSTEM)]
-            await play_all(house, numbers[:most], note)
-        finally:
-            await house.close()
+        await suite.house.change_targets(change)
+        numbers = [number for first in MUTATED for number in range(first, first + CASES_PER_SYSTEM)]
+        await play_all(suite.house, numbers[:most], note)
 
     try:
-        asyncio.run(main())
+        suite.runner.run(main())
     except Caught:
         return num_played
     return None
 
 
 @pytest.mark.parametrize("name", WRONG_WALKS)
-def test_a_wrong_rule_is_caught_within_the_first_cases(models: Path, name: str) -> None:
+def test_a_wrong_rule_is_caught_within_the_first_cases(suite: Suite, name: str) -> None:
     """A verifier that goes wrong in one place is found out by some dozens of cases; the walk that these differ from is
     not."""
 
@@ -173,12 +188,12 @@ def test_a_wrong_rule_is_caught_within_the_first_cases(models: Path, name: str) 
         engine.serving.steps = StepRunner(real._runner, walks, real._progress, real._keeps_states)
 
     if name == "nothing wrong":
-        assert num_until_caught(models, change, 30) is None
+        assert num_until_caught(suite, change, 30) is None
     else:
-        assert num_until_caught(models, change, 200) is not None
+        assert num_until_caught(suite, change, 200) is not None
 
 
-def test_what_a_request_leaves_behind_is_caught(models: Path) -> None:
+def test_what_a_request_leaves_behind_is_caught(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verifier that now and then keeps the cache of a session that has ended is found out by its first ten cases."""
 
     def change(engine: Engine) -> None:
@@ -191,7 +206,8 @@ def test_what_a_request_leaves_behind_is_caught(models: Path) -> None:
 
         engine.serving._end = forgetful  # type: ignore[method-assign]
 
-    assert num_until_caught(models, change, CASES_PER_SYSTEM, patience_s=1.0) is not None
+    monkeypatch.setattr(suite.house, "patience_s", 1.0)
+    assert num_until_caught(suite, change, CASES_PER_SYSTEM) is not None
 
 
 def test_counts_that_do_not_add_up_are_caught(findings: Findings) -> None:

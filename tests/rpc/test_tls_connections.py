@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -45,17 +44,6 @@ class Greeter(pb_grpc.DrafterServiceServicer):
         serial_number = x509.load_pem_x509_certificate(pem).serial_number
         async for _ in request_iterator:
             yield pb.DraftResponse(answers=[pb.DraftAnswer(session_id=serial_number & 0xFFFFFFFF)])
-
-
-@dataclass
-class Line:
-    """One stream of a router's."""
-
-    call: grpc.aio.StreamStreamCall[Any, Any]
-
-    async def ask(self) -> int:
-        await self.call.write(pb.DraftRequest())
-        return int((await asyncio.wait_for(self.call.read(), GIVE_UP_S)).answers[0].session_id)
 
 
 class Stage:
@@ -99,8 +87,15 @@ class Stage:
         options = (("grpc.ssl_target_name_override", name),)
         return await self._stack.enter_async_context(grpc.aio.secure_channel(self.address, credentials, options))
 
-    async def line(self, caller: PodTls) -> Line:
-        return Line(pb_grpc.DrafterServiceStub(await self.channel(caller)).Draft())
+    async def line(self, caller: PodTls) -> Callable[[], Awaitable[int]]:
+        """One stream of a router's; called, it asks."""
+        call = pb_grpc.DrafterServiceStub(await self.channel(caller)).Draft()
+
+        async def ask() -> int:
+            await call.write(pb.DraftRequest())
+            return int((await asyncio.wait_for(call.read(), GIVE_UP_S)).answers[0].session_id)
+
+        return ask
 
 
 async def health(channel: grpc.aio.Channel) -> int:
@@ -108,7 +103,9 @@ async def health(channel: grpc.aio.Channel) -> int:
     return int(answer.status)
 
 
-async def refusal(channel: grpc.aio.Channel, server_name: str | None = VERIFIER.server_name) -> PeerRefused | PeerLost:
+async def refusal(
+    channel: grpc.aio.Channel, server_name: str | None = VERIFIER.server_name
+) -> tuple[type[PeerRefused | PeerLost], str]:
     """What a router says of a call that must fail; a stream fails alike."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await health(channel)
@@ -116,21 +113,13 @@ async def refusal(channel: grpc.aio.Channel, server_name: str | None = VERIFIER.
     with pytest.raises(grpc.aio.AioRpcError) as of_stream:
         await asyncio.wait_for(pb_grpc.DrafterServiceStub(channel).Draft().read(), GIVE_UP_S)
     assert of_stream.value.code() is caught.value.code()
-    return failure_of(caught.value, server_name)
+    failure = failure_of(caught.value, server_name)
+    return type(failure), str(failure)
 
 
-def staged(folder: Path, play: Callable[[Stage], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with Stage(folder) as stage:
-            await play(stage)
-
-    asyncio.run(asyncio.wait_for(main(), GIVE_UP_S))
-
-
-def test_only_a_router_of_the_installation_may_call(tmp_path: Path) -> None:
+async def test_only_a_router_of_the_installation_may_call(tmp_path: Path) -> None:
     """A drafter may not call a verifier, nor may another installation's router: both roles are named."""
-
-    async def play(stage: Stage) -> None:
+    async with Stage(tmp_path) as stage:
         assert await health(await stage.channel(stage.pod(OURS.issue(ROUTER), "router"))) == 1
         strangers = {
             DRAFTER: "saw role drafter (moot://prod/demo/drafter)",
@@ -140,46 +129,35 @@ def test_only_a_router_of_the_installation_may_call(tmp_path: Path) -> None:
         }
         for stranger, seen in strangers.items():
             channel = await stage.raw_channel(OURS.issue(stranger), OURS, VERIFIER.server_name)
-            reason = await refusal(channel)
-            assert isinstance(reason, PeerRefused)
-            assert str(reason) == f"this verifier expects role router (moot://prod/demo/router), and {seen}"
+            expected = f"this verifier expects role router (moot://prod/demo/router), and {seen}"
+            assert await refusal(channel) == (PeerRefused, expected)
         nameless = await stage.raw_channel(OURS.issue(ROUTER, uris=("spiffe://x/router",)), OURS, VERIFIER.server_name)
-        assert "saw a certificate with no URI moot://NAMESPACE/RELEASE/ROLE" in str(await refusal(nameless))
-
-    staged(tmp_path, play)
+        assert "saw a certificate with no URI moot://NAMESPACE/RELEASE/ROLE" in (await refusal(nameless))[1]
 
 
-def test_a_server_must_be_of_the_role_that_is_called(tmp_path: Path) -> None:
+async def test_a_server_must_be_of_the_role_that_is_called(tmp_path: Path) -> None:
     """A drafter's certificate is not taken for a verifier's, nor another installation's, nor another authority's."""
-
-    async def play(stage: Stage) -> None:
+    async with Stage(tmp_path) as stage:
         router = stage.pod(OURS.issue(ROUTER), "router")
-        reason = await refusal(await stage.channel(router, "drafter"), DRAFTER.server_name)
-        assert isinstance(reason, PeerRefused)
-        assert str(reason) == "its certificate is not that of drafter.demo.prod.moot.internal"
+        found = await refusal(await stage.channel(router, "drafter"), DRAFTER.server_name)
+        assert found == (PeerRefused, "its certificate is not that of drafter.demo.prod.moot.internal")
         second = stage.pod(OURS.issue(Identity("prod", "second", "router")), "router")
         other = Identity("prod", "second", "verifier").server_name
-        assert str(await refusal(await stage.channel(second), other)) == f"its certificate is not that of {other}"
+        assert (await refusal(await stage.channel(second), other))[1] == f"its certificate is not that of {other}"
         theirs = Authority("theirs")
         believer = stage.pod(theirs.issue(ROUTER), "router", theirs)
-        assert str(await refusal(await stage.channel(believer))).startswith(
-            "its certificate is not trusted: unable to get"
-        )
-        plain = await stage.serve(None)
-        reason = await refusal(await stage.channel(router, address=plain))
-        assert isinstance(reason, PeerRefused)
-        assert str(reason) == "it does not speak TLS, which this side does"
-
-    staged(tmp_path, play)
+        _, said = await refusal(await stage.channel(believer))
+        assert said.startswith("its certificate is not trusted: unable to get")
+        plain = await stage.channel(router, address=await stage.serve(None))
+        assert await refusal(plain) == (PeerRefused, "it does not speak TLS, which this side does")
 
 
-def test_a_client_without_a_good_certificate_gets_no_connection(
+async def test_a_client_without_a_good_certificate_gets_no_connection(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """None, another authority's, an ended one, plain text. The reason stands in the server's log: TLS tells the client
     nothing, which is what the router's sentence says."""
-
-    async def play(stage: Stage) -> None:
+    async with Stage(tmp_path) as stage:
         strangers = {
             "PEER_DID_NOT_RETURN_A_CERTIFICATE": None,
             "CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate": Authority("x").issue(ROUTER),
@@ -187,81 +165,70 @@ def test_a_client_without_a_good_certificate_gets_no_connection(
         }
         for said, leaf in strangers.items():
             capfd.readouterr()
-            reason = await refusal(await stage.raw_channel(leaf, OURS, VERIFIER.server_name))
-            assert isinstance(reason, PeerLost)
-            assert "it may refuse this side's certificate: its log says why" in str(reason)
+            kind, reason = await refusal(await stage.raw_channel(leaf, OURS, VERIFIER.server_name))
+            assert kind is PeerLost
+            assert "it may refuse this side's certificate: its log says why" in reason
             assert said in capfd.readouterr().err
-        reason = await refusal(await stage.channel(None), None)
-        assert isinstance(reason, PeerLost)
-        assert str(reason) == "it closed the connection before it answered; it may want TLS"
+        plain = await refusal(await stage.channel(None), None)
+        assert plain == (PeerLost, "it closed the connection before it answered; it may want TLS")
         assert await health(await stage.channel(stage.pod(OURS.issue(ROUTER), "router"))) == 1
 
-    staged(tmp_path, play)
 
-
-def test_an_ended_certificate_of_a_server_is_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_ended_certificate_of_a_server_is_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It was good when the server started, and nobody renewed it: both sides say so. Streams go on."""
-
-    async def play(stage: Stage) -> None:
+    async with Stage(tmp_path) as stage:
         router = stage.pod(OURS.issue(ROUTER), "router")
         line = await stage.line(router)
-        await line.ask()
+        await line()
         stage.files.write(OURS.issue(VERIFIER, starts=-3, ends=-1), OURS)
         then = datetime.now(UTC) - timedelta(days=2)
         stage.tls.certificates = check(read_pems(*stage.files.paths), "verifier", then)
-        reason = await refusal(await stage.channel(router))
-        assert isinstance(reason, PeerRefused)
-        assert str(reason) == "its certificate is not trusted: certificate has expired"
-        await line.ask()
+        found = await refusal(await stage.channel(router))
+        assert found == (PeerRefused, "its certificate is not trusted: certificate has expired")
+        await line()
         for _ in range(2):
             assert not stage.tls.refresh()
         assert [one.message for one in caplog.records].count("the certificates in use have ended") == 1
 
-    staged(tmp_path, play)
-
 
 @pytest.mark.parametrize("kind", ["P-384", "RSA"])
-def test_other_keys_than_p256_are_spoken_as_well(tmp_path: Path, kind: str) -> None:
+async def test_other_keys_than_p256_are_spoken_as_well(tmp_path: Path, kind: str) -> None:
     """What is not refused at the start works: of the kinds that authorities issue, these and P-256 do."""
 
     def key() -> CertificateIssuerPrivateKeyTypes:
         return ec.generate_private_key(ec.SECP384R1()) if kind == "P-384" else rsa.generate_private_key(65537, 2048)
 
-    async def play(stage: Stage) -> None:
+    async with Stage(tmp_path) as stage:
         stage.files.write(OURS.issue(VERIFIER, key=key()), OURS)
         assert stage.tls.refresh()
         assert await health(await stage.channel(stage.pod(OURS.issue(ROUTER, key=key()), "router"))) == 1
 
-    staged(tmp_path, play)
 
-
-def test_streams_outlive_certificates_and_new_connections_have_the_new_ones(tmp_path: Path) -> None:
+async def test_streams_outlive_certificates_and_new_connections_have_the_new_ones(tmp_path: Path) -> None:
     """Both sides' files change under a stream: it goes on; the next connection shows both new certificates."""
-
-    async def play(stage: Stage) -> None:
+    async with Stage(tmp_path) as stage:
         first, second = OURS.issue(ROUTER), OURS.issue(ROUTER)
         files = PodFiles(tmp_path / "router").write(first, OURS)
         router = PodTls(files.paths, "router", Metrics("router"))
         line = await stage.line(router)
-        assert await line.ask() == first.serial_number & 0xFFFFFFFF
+        assert await line() == first.serial_number & 0xFFFFFFFF
         files.write(second, OURS)
         assert router.refresh()
         served = OURS.issue(VERIFIER)
         stage.files.write(served, OURS)
         # The server looks by itself.
         await eventually(lambda: stage.tls.certificates.serial_number == served.serial_number)
-        assert await line.ask() == first.serial_number & 0xFFFFFFFF
-        assert await (await stage.line(router)).ask() == second.serial_number & 0xFFFFFFFF
+        assert await line() == first.serial_number & 0xFFFFFFFF
+        assert await (await stage.line(router))() == second.serial_number & 0xFFFFFFFF
         assert await asyncio.to_thread(shown_serial_number, stage.address, VERIFIER, files) == served.serial_number
-        assert await line.ask() == first.serial_number & 0xFFFFFFFF
-
-    staged(tmp_path, play)
+        assert await line() == first.serial_number & 0xFFFFFFFF
 
 
-def test_authorities_change_over_a_bundle_of_both(tmp_path: Path) -> None:
+async def test_authorities_change_over_a_bundle_of_both(tmp_path: Path) -> None:
     """Old, both, both with new leaves, new: whoever is at the same stage or one from it can connect, streams go on."""
-
-    async def play(stage: Stage) -> None:
+    async with Stage(tmp_path) as stage:
         new = Authority("new")
         files = PodFiles(tmp_path / "router").write(OURS.issue(ROUTER), OURS)
         router = PodTls(files.paths, "router", Metrics("router"))
@@ -270,12 +237,10 @@ def test_authorities_change_over_a_bundle_of_both(tmp_path: Path) -> None:
         for trusted, signer in stages:
             stage.files.write(signer.issue(VERIFIER), *trusted)
             stage.tls.refresh()
-            await (await stage.line(router)).ask()
+            await (await stage.line(router))()
             files.write(signer.issue(ROUTER), *trusted)
             router.refresh()
-            await (await stage.line(router)).ask()
-            await line.ask()
+            await (await stage.line(router))()
+            await line()
         late = await stage.raw_channel(OURS.issue(ROUTER), new, VERIFIER.server_name)
-        assert "it may refuse this side's certificate" in str(await refusal(late))
-
-    staged(tmp_path, play)
+        assert "it may refuse this side's certificate" in (await refusal(late))[1]

@@ -40,33 +40,6 @@ def test_values_are_parsed_to_their_types() -> None:
     assert config == Example(model="m", peers=("a:1", "b:2"), limit=None, verbose=False, folder=Path("/x"))
 
 
-@pytest.mark.parametrize(
-    ("argv", "environ", "yaml", "named"),
-    [
-        ([], {}, "", "--model"),
-        (["--model", "m", "--port", "x"], {}, "", "--port"),
-        (["--model", "m"], {"MOOT_VERBOSE": "perhaps"}, "", "MOOT_VERBOSE"),
-        (["--model", "m", "--mode", "other"], {}, "", "degrade, required"),
-        (["--model", "m"], {}, "prot: 1\n", "prot"),
-        (["--model", "m"], {}, "- a\n", "mapping"),
-        (["--model", "m"], {}, "limit: many\n", "limit"),
-        (["--model", "m", "--ratio", "nan"], {}, "", "--ratio"),
-        (["--model", "m"], {"MOOT_RATIO": "inf"}, "", "MOOT_RATIO"),
-        (["--model", "m"], {}, "ratio: .nan\n", "ratio"),
-    ],
-)
-def test_a_wrong_key_or_value_is_named(
-    argv: list[str], environ: dict[str, str], yaml: str, named: str, tmp_path: Path
-) -> None:
-    """Whoever made the mistake reads where it is."""
-    if yaml:
-        file = tmp_path / "moot.yaml"
-        file.write_text(yaml)
-        environ = {**environ, "MOOT_CONFIG": str(file)}
-    with pytest.raises(ConfigError, match=named):
-        load_config(Example, argv, environ)
-
-
 def test_unknown_flags_exit_2_and_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     """Usage errors have exit status 2; --help tells every flag with its default and an example."""
     with pytest.raises(SystemExit) as usage:
@@ -131,20 +104,29 @@ def test_options_of_parts_come_from_flags_environment_and_file(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("argv", "environ", "yaml", "says"),
+    ("kind", "argv", "environ", "yaml", "says"),
     [
-        (["--quorum", "1.01"], {}, "", "^--quorum must be 0 to 1$"),
-        ([], {"MOOT_QUORUM": "-0.01"}, "", "^MOOT_QUORUM must be 0 to 1$"),
-        ([], {}, "quorum: 2\n", "^quorum in .*moot.yaml must be 0 to 1$"),
-        (["--vote-soft-deadline-ms", "-1"], {}, "", "^--vote-soft-deadline-ms must be at least 0$"),
-        (["--port", "-1"], {}, "", "^--port must be at least 0$"),
-        ([], {"MOOT_MODE": "other"}, "", "^MOOT_MODE: 'other' is not one of degrade, required$"),
-        ([], {}, "soft_ms: 1\n", "unknown key in .*moot.yaml: soft_ms$"),
-        ([], {}, "deadlines: {quorum: 1}\n", "unknown key in .*moot.yaml: deadlines$"),
+        (Example, "--port x", {}, "", "--port"),
+        (Example, "", {"MOOT_VERBOSE": "perhaps"}, "", "MOOT_VERBOSE"),
+        (Example, "--mode other", {}, "", "degrade, required"),
+        (Example, "", {}, "prot: 1\n", "prot"),
+        (Example, "", {}, "- a\n", "mapping"),
+        (Example, "", {}, "limit: many\n", "limit"),
+        (Example, "--ratio nan", {}, "", "--ratio"),
+        (Example, "", {"MOOT_RATIO": "inf"}, "", "MOOT_RATIO"),
+        (Example, "", {}, "ratio: .nan\n", "ratio"),
+        (Nesting, "--quorum 1.01", {}, "", "^--quorum must be 0 to 1$"),
+        (Nesting, "", {"MOOT_QUORUM": "-0.01"}, "", "^MOOT_QUORUM must be 0 to 1$"),
+        (Nesting, "", {}, "quorum: 2\n", "^quorum in .*moot.yaml must be 0 to 1$"),
+        (Nesting, "--vote-soft-deadline-ms -1", {}, "", "^--vote-soft-deadline-ms must be at least 0$"),
+        (Nesting, "--port -1", {}, "", "^--port must be at least 0$"),
+        (Nesting, "", {"MOOT_MODE": "other"}, "", "^MOOT_MODE: 'other' is not one of degrade, required$"),
+        (Nesting, "", {}, "soft_ms: 1\n", "unknown key in .*moot.yaml: soft_ms$"),
+        (Nesting, "", {}, "deadlines: {quorum: 1}\n", "unknown key in .*moot.yaml: deadlines$"),
     ],
 )
-def test_what_is_wrong_in_a_part_names_where_it_was_given(
-    argv: list[str], environ: dict[str, str], yaml: str, says: str, tmp_path: Path
+def test_a_wrong_key_or_value_is_named_where_it_was_given(
+    kind: type[Example | Nesting], argv: str, environ: dict[str, str], yaml: str, says: str, tmp_path: Path
 ) -> None:
     """The flag, the variable or the key of the file; the names of parts are none of them."""
     if yaml:
@@ -152,7 +134,13 @@ def test_what_is_wrong_in_a_part_names_where_it_was_given(
         file.write_text(yaml)
         environ = {**environ, "MOOT_CONFIG": str(file)}
     with pytest.raises(ConfigError, match=says):
-        load_config(Nesting, ["--model", "m", *argv], environ)
+        load_config(kind, ["--model", "m", *argv.split()], environ)
+
+
+def test_a_missing_value_is_named() -> None:
+    """What has no default and was given nowhere."""
+    with pytest.raises(ConfigError, match="--model"):
+        load_config(Example, [], {})
 
 
 def test_help_shows_the_options_of_parts_with_default_and_bound(capsys: pytest.CaptureFixture[str]) -> None:

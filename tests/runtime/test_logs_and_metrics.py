@@ -14,6 +14,7 @@ from moot.runtime.admin import AdminServer
 from moot.runtime.faults import Fault, fault_delay_s, parse_faults
 from moot.runtime.logs import JsonFormatter, request_id_var
 from moot.runtime.metrics import Metrics
+from moot.runtime.process import ServiceOptions
 
 
 def test_a_log_line_is_json_with_the_request_id_and_without_exception_text() -> None:
@@ -71,7 +72,7 @@ def test_a_gateway_finds_three_gauges_under_vllms_names_when_asked_for() -> None
 @pytest.mark.parametrize("host", ["::1", "::", "localhost", "127.0.0.1", "0.0.0.0"])
 def test_the_admin_port_listens_on_both_families(host: str) -> None:
     """A pod with IPv6 only is probed and scraped like any other; `::` and `0.0.0.0` mean every address of a kind."""
-    admin = AdminServer(Metrics(), host=host, port=0)
+    admin = AdminServer(Metrics().registry, ServiceOptions(host=host, metrics_port=0))
     loopback = "[::1]" if ":" in host else "127.0.0.1"
     try:
         assert httpx.get(f"http://{loopback}:{admin.port}/livez", timeout=5).status_code == 200
@@ -83,13 +84,13 @@ def test_the_admin_port_listens_on_both_families(host: str) -> None:
 def test_an_address_that_cannot_be_bound_is_one_sentence(host: str, port: int) -> None:
     """A name without an address, an address of another machine and an impossible port are refused alike."""
     with pytest.raises(ConfigError, match="cannot serve metrics"):
-        AdminServer(Metrics(), host=host, port=port)
+        AdminServer(Metrics().registry, ServiceOptions(host=host, metrics_port=port))
 
 
 def test_the_admin_port_serves_metrics_and_probes() -> None:
     """Probes tell the truth of their callbacks, on a port of their own."""
     ready = False
-    admin = AdminServer(Metrics(), host="127.0.0.1", port=0, ready=lambda: ready)
+    admin = AdminServer(Metrics().registry, ServiceOptions(host="127.0.0.1", metrics_port=0), ready=lambda: ready)
 
     def status(path: str) -> int:
         return httpx.get(f"http://127.0.0.1:{admin.port}{path}", timeout=5).status_code

@@ -28,7 +28,7 @@ def shown(registry: CollectorRegistry) -> dict[tuple[str, frozenset[tuple[str, s
 def test_a_tally_shows_what_a_histogram_shows(values: list[tuple[float, int]]) -> None:
     """The same buckets, names, sums and counts in the exposition, also where many values are counted at once."""
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tally = TallyFamily("some_seconds", "Some.", BOUNDS, ["stage"], ours).labels("one")
+    tally = TallyFamily("some_seconds", "Some.", ["stage"], BOUNDS, ours).labels("one")
     histogram = Histogram("some_seconds", "Some.", ["stage"], buckets=BOUNDS, registry=theirs).labels("one")
     for value, count in values:
         tally.observe(value, count)
@@ -40,8 +40,8 @@ def test_a_tally_shows_what_a_histogram_shows(values: list[tuple[float, int]]) -
 def test_without_labels_there_is_one_from_the_start() -> None:
     """A metric without labels shows zeros before its first value; one with labels shows nothing."""
     plain, labelled = CollectorRegistry(), CollectorRegistry()
-    family = TallyFamily("some_seconds", "Some.", BOUNDS, [], plain)
-    labelled_family = TallyFamily("some_seconds", "Some.", BOUNDS, ["stage"], labelled)
+    family = TallyFamily("some_seconds", "Some.", [], BOUNDS, plain)
+    labelled_family = TallyFamily("some_seconds", "Some.", ["stage"], BOUNDS, labelled)
     assert shown(plain)["some_seconds_count", frozenset()] == 0
     assert shown(labelled) == {}
     assert family.labels() is family.labels()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from results_age import checked, declared
 
-TOOLS = Path(__file__).parents[2] / "tools"
-sys.path.insert(0, str(TOOLS))
-from results_age import checked, declared  # noqa: E402
+from tests.programs import output
 
 BENCH = 'BENCH = Bench("speed", __doc__, measures=("code", "other.py"))\n'
 PAGE = """# speed
@@ -36,8 +33,7 @@ class Clone:
 
     def git(self, *arguments: str) -> str:
         who = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
-        command = ["git", "-C", str(self.root), *who, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        return output("git", "-C", self.root, *who, *arguments).strip()
 
     def commit(self, name: str, text: str) -> str:
         path = self.root / name

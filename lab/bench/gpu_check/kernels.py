@@ -13,6 +13,7 @@ from moot.model.cache.contiguous import KvShape
 from moot.model.gpu.paged_attention import PagedAttention
 from moot.model.gpu.plan import Planner, unpack
 from moot.model.gpu.pool import PagedCache, PagedPool, upload
+from moot.model.inputs import CheckedInput
 from moot.model.sampling.batch import BatchSampler, RowSpec
 from moot.model.sampling.logits import gumbel, hash32
 from moot.model.sampling.sampler import Sampler
@@ -49,13 +50,13 @@ def attention(subject: Subject) -> Facts:
         depths = [0] * len(parents)
         for node, parent in enumerate(parents):
             depths[node] = 0 if parent < 0 else depths[parent] + 1
-        planner.add(cache, [1] * len(parents), parents, depths, [])
+        planner.add(CheckedInput(cache, [1] * len(parents), parents, depths, []))
     sizes, packed = planner.finish(exact=False)
     plan = unpack(sizes, upload(packed, subject.device))
     if sizes.copies:
         pool.layers[0].index_copy_(1, plan.copy_to, pool.layers[0].index_select(1, plan.copy_from))
     query = torch.randn(sizes.rows, heads, dim, dtype=subject.dtype, device=subject.device)
-    count = len(planner.host.token_ids)
+    count = len(planner.token_ids)
     plain = PagedAttention(False, dim**-0.5)(query, pool.layers[0], plan, None)[:count].float()
     exact_kv, exact_query = pool.layers[0].double(), query.double()
     exact = PagedAttention(False, dim**-0.5)(exact_query, exact_kv, plan, None)[:count].float()

@@ -145,7 +145,7 @@ class RequestDrafts:
             return voice.told_length < 0
         if voice.fitting:
             # In time, so that it goes on without a pause; and where it has done all that it was told to.
-            return behind >= max(self.ahead // 2, 1) or self.length + max_tokens(voice.fitting) >= voice.goal
+            return behind >= max(self.ahead // 2, 1) or self.length + _longest(voice.fitting) >= voice.goal
         # Nothing of what is on its way can fit, or may fit any more.
         return voice.is_lost or voice.is_answered or behind >= self.ahead
 
@@ -192,7 +192,7 @@ class RequestDrafts:
         held = [one for voice in self._voices.values() for one in voice.fitting]
         result = self._vote([*held, *local]) if local else came
         for voice in self._voices.values():
-            voice.reach = max(voice.reach, self.length - len(token_ids) + max_tokens(voice.fitting))
+            voice.reach = max(voice.reach, self.length - len(token_ids) + _longest(voice.fitting))
         if result is None:
             return
         learn_trie(result, token_ids, pool.calibration, pool.acceptance, self._acceptance)
@@ -236,6 +236,6 @@ def _after(proposals: Sequence[Proposal], token_ids: Sequence[int]) -> tuple[Pro
     return tuple([rest for one in proposals if (rest := one.after(token_ids)) is not None])
 
 
-def max_tokens(proposals: Sequence[Proposal]) -> int:
+def _longest(proposals: Sequence[Proposal]) -> int:
     """Tokens of the longest of these."""
     return max([len(one.token_ids) for one in proposals], default=0)

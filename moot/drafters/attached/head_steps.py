@@ -9,7 +9,7 @@ guess may be off by that much; the target's own numbers must not, so none of its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,14 +63,6 @@ _SMALLEST = 1e-3
 """Of a state's root mean square, as `rms` has it."""
 
 
-class HeadSteps(Protocol):
-    def advance(self, states: Tensor, latest: Sequence[Sequence[int]]) -> Tensor:
-        """One step of states float32 [n, state], given for each the last ids, the latest first."""
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits float32 [n, vocab + 1], the last column for all ids that the head does not know."""
-
-
 class PlainSteps:
     """Steps by the head's own modules, in the dtype and on the device of `rows`."""
 
@@ -80,18 +72,19 @@ class PlainSteps:
         self._rows, self._embedding = rows, embedding
 
     def advance(self, states: Tensor, latest: Sequence[Sequence[int]]) -> Tensor:
+        """One step of states float32 [n, state], given for each the last ids, the latest first."""
         ids = torch.tensor(latest, device=self._rows.device)
         return self._head.advance(states, embed(self._embedding, ids))
 
     def logits(self, states: Tensor) -> Tensor:
+        """Logits float32 [n, vocab + 1], the last column for all ids that the head does not know."""
         return self._head.logits(states, self._rows)
 
 
 class FastSteps:
-    """Steps in bfloat16 on CPUs; they differ from `PlainSteps` by rounding."""
+    """`PlainSteps` in bfloat16 on CPUs, from which they differ by rounding."""
 
     def __init__(self, head: RecurrentHead, rows: Tensor, embedding: Tensor) -> None:
-        """Arguments as of `PlainSteps`."""
         state = head.shape.state
         inward, *of_tokens = head.inward.weight.detach().split(state, 1)
         self._inward = ByteProduct(inward)
@@ -127,7 +120,7 @@ class FastSteps:
         return known
 
 
-def head_steps(head: RecurrentHead, rows: Tensor, embedding: Tensor) -> HeadSteps:
+def head_steps(head: RecurrentHead, rows: Tensor, embedding: Tensor) -> PlainSteps | FastSteps:
     """The fastest steps for this dtype and device."""
     if can_multiply(rows.dtype, rows.device, head.shape.state, head.shape.width):
         return FastSteps(head, rows, embedding)

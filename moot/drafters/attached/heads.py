@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moot.core.errors import ConfigError, RequestPoisoned
-from moot.core.history import History
 from moot.core.noise import position_key
 from moot.core.options import option, option_of
 from moot.core.sampling import MASKED
@@ -35,7 +34,7 @@ from moot.drafters.neural.draft_model import COUPLED, DraftModelOptions, draftin
 from moot.model.loading.load import LoadedModel
 from moot.model.runner import ModelRunner
 from moot.model.sampling.logits import gumbel_rows, one_minus_uniform
-from moot.model.sampling.sampler import Sampler
+from moot.model.sampling.sampler import Sampler, has_rules
 from moot.shipped import locate
 
 _MOST_OF_NUCLEUS = 128
@@ -46,33 +45,41 @@ Drawn = tuple[int, float]
 that of several tokens the one that was drawn first has the highest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place at which a token is drawn: after `length` committed ids, with `history`, and the guessed `path`."""
+@dataclass(slots=True)
+class _Row:
+    """One chain in the making, and so the place at which its next token is drawn."""
 
-    params: SamplingParams
-    history: History
-    length: int
-    path: tuple[int, ...]
+    ask: AttachedAsk
+    goal: int
+    path: list[int] = field(default_factory=list)
+    confidences: list[int] = field(default_factory=list)
+    reach: float = 1.0
+    """Probability of the whole path, by the head."""
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.ask.params
 
     @property
     def position(self) -> int:
-        return self.length + len(self.path)
+        return len(self.ask.token_ids) + len(self.path)
 
     @property
-    def num_output(self) -> int:
-        return self.history.num_output + len(self.path)
+    def width(self) -> int:
+        """Tokens to draw: each that comes first begins a chain."""
+        return 1 if self.path else self.ask.width
 
     @property
     def has_rules(self) -> bool:
         """Whether more than temperature and filters decides."""
-        params = self.params
-        return (
-            bool(params.logit_bias)
-            or params.allowed_token_ids is not None
-            or params.has_penalties
-            or self.num_output < params.min_tokens
-        )
+        return has_rules(self.params, self.ask.history.num_output + len(self.path))
+
+    def last_ids(self, count: int) -> list[int]:
+        """The last ids of the chain, the latest first; before the begin of the text its first id again, as in
+        training."""
+        ids, length = self.ask.token_ids, len(self.ask.token_ids)
+        latest = self.path[: -count - 1 : -1]
+        return latest + [ids[max(0, length - 1 - back)] for back in range(count - len(latest))]
 
 
 class HeadDraws:
@@ -86,11 +93,11 @@ class HeadDraws:
         self._sharpen = sharpen
         self._sampler = Sampler(vocab_size, end_token_ids)
 
-    def draw(self, logits: Tensor, places: Sequence[Place], widths: Sequence[int]) -> list[list[Drawn]]:
+    def draw(self, logits: Tensor, places: Sequence[_Row]) -> list[list[Drawn]]:
         """Per row of `logits`, float32 [n, vocab + 1], the `width` best ids, best first; none of a row that is not
         finite, or where no id is allowed."""
         known = logits[:, :-1]
-        count = min(max(widths), known.shape[1])
+        count = min(max(place.width for place in places), known.shape[1])
         shares = logits.softmax(1)
         is_hot = any(not place.params.is_greedy for place in places)
         # Greedy rows are ordered by logit as they are by probability.
@@ -105,16 +112,16 @@ class HeadDraws:
         # One transfer of what may lie on a device; columns are below 2^24, and so exact.
         numbers = torch.cat((columns.float(), shares, best), 1).tolist()
         found: list[list[Drawn]] = []
-        for index, (row, place, width) in enumerate(zip(numbers, places, widths, strict=True)):
+        for index, (row, place) in enumerate(zip(numbers, places, strict=True)):
             if place.has_rules:
-                found.append(self._by_sampler(known[index], float(logits[index].logsumexp(0)), place, width))
+                found.append(self._by_sampler(known[index], float(logits[index].logsumexp(0)), place))
                 continue
             picks = zip(row[:count], row[count : 2 * count], row[2 * count :], strict=True)
-            able = [(self._ids[int(column)], share) for column, share, score in picks if math.isfinite(score)]
-            found.append([one for one in able if math.isfinite(one[1])][:width])
+            able = [(self._ids[int(at)], share) for at, share, score in picks if math.isfinite(score + share)]
+            found.append(able[: place.width])
         return found
 
-    def _scores(self, known: Tensor, places: Sequence[Place]) -> Tensor:
+    def _scores(self, known: Tensor, places: Sequence[_Row]) -> Tensor:
         """The scores of which the highest is chosen, [n, vocab]."""
         hot = [row for row, place in enumerate(places) if not place.params.is_greedy and not place.has_rules]
         if not hot:
@@ -128,7 +135,7 @@ class HeadDraws:
         drawn = self._filtered(scaled, params) + self._noise([places[row] for row in hot])
         return drawn if whole else known.index_copy(0, index, drawn)
 
-    def _noise(self, places: Sequence[Place]) -> Tensor:
+    def _noise(self, places: Sequence[_Row]) -> Tensor:
         """The noise G of every id at each place, float32 [n, vocab]."""
         if self._token_ids.device.type == "cpu":
             # -log u from 1 - u, which is exact where it decides: near 0.
@@ -151,12 +158,12 @@ class HeadDraws:
             floor = floor.maximum(_lowest_of_top(values, scaled, params))
         return scaled.masked_fill(scaled < floor, MASKED)
 
-    def _by_sampler(self, known: Tensor, total: float, place: Place, width: int) -> list[Drawn]:
+    def _by_sampler(self, known: Tensor, total: float, place: _Row) -> list[Drawn]:
         row = known.new_full((self._vocab_size,), MASKED)
         row[self._token_ids] = known
-        history = place.history.with_path(place.path)
+        history = place.ask.history.with_path(place.path)
         found: list[Drawn] = []
-        while len(found) < min(width, len(self._ids)):
+        while len(found) < min(place.width, len(self._ids)):
             try:
                 token_id = self._sampler.draft_token(row, place.params, place.position, history, self._sharpen)
             except RequestPoisoned:
@@ -202,25 +209,6 @@ class HeadsOptions(ChainOptions):
     draws: str = option_of(DraftModelOptions, "draws")
 
 
-@dataclass(slots=True)
-class _Row:
-    """One chain in the making."""
-
-    ask: AttachedAsk
-    goal: int
-    path: list[int]
-    confidences: list[int]
-    reach: float
-    """Probability of the whole path, by the head."""
-
-    def last_ids(self, count: int) -> list[int]:
-        """The last ids of the chain, the latest first; before the begin of the text its first id again, as in
-        training."""
-        ids, length = self.ask.token_ids, len(self.ask.token_ids)
-        latest = self.path[: -count - 1 : -1]
-        return latest + [ids[max(0, length - 1 - back)] for back in range(count - len(latest))]
-
-
 class HeadsDrafter(AttachedDrafter):
     kind = "heads"
 
@@ -251,7 +239,7 @@ class HeadsDrafter(AttachedDrafter):
     def propose(self, asks: Sequence[AttachedAsk]) -> list[list[Proposal]]:
         if self._options.draws != COUPLED:
             asks = [replace(ask, params=drafting_params(ask.params, self._options.draws)) for ask in asks]
-        rows = [_Row(ask, self._goal(ask), [], [], 1.0) for ask in asks]
+        rows = [_Row(ask, self._goal(ask)) for ask in asks]
         chains: dict[int, list[_Row]] = {id(row.ask): [] for row in rows}
         live = [row for row in rows if row.goal]
         if not live:
@@ -262,7 +250,9 @@ class HeadsDrafter(AttachedDrafter):
             live, kept = self._lengthen(live, states, chains)
             if live and kept != list(range(len(states))):
                 states = states[torch.tensor(kept, device=self._device)]
-        return [[_chain(row) for row in chains[id(ask)] if row.path] for ask in asks]
+        return [
+            [Proposal(tuple(row.path), tuple(row.confidences)) for row in chains[id(ask)] if row.path] for ask in asks
+        ]
 
     def _goal(self, ask: AttachedAsk) -> int:
         room = self._options.context_limit - len(ask.token_ids)
@@ -273,10 +263,7 @@ class HeadsDrafter(AttachedDrafter):
     ) -> tuple[list[_Row], list[int]]:
         """Lengthen every row by one token, a first row by as many rows as its ask has chains. Returns the rows that go
         on, and for each the index of its state."""
-        logits = self._steps.logits(states)
-        places = [Place(row.ask.params, row.ask.history, len(row.ask.token_ids), tuple(row.path)) for row in rows]
-        widths = [1 if row.path else row.ask.width for row in rows]
-        found = self._draws.draw(logits, places, widths)
+        found = self._draws.draw(self._steps.logits(states), rows)
         live: list[_Row] = []
         kept: list[int] = []
         for index, (row, drawn) in enumerate(zip(rows, found, strict=True)):
@@ -286,7 +273,7 @@ class HeadsDrafter(AttachedDrafter):
                 if not reach >= self._options.min_confidence:
                     # Those after it are less likely, but drawn with noise they need not be: each is looked at.
                     continue
-                grown = _Row(row.ask, row.goal, [], [], 1.0) if begins else row
+                grown = _Row(row.ask, row.goal) if begins else row
                 grown.path.append(token_id)
                 grown.confidences.append(round(255 * share))
                 grown.reach = reach
@@ -327,7 +314,3 @@ def _problem_of(head: RecurrentHead, config: dict[str, Any], loaded: LoadedModel
     if theirs not in (None, loaded.info.tokenizer_fingerprint):
         return f"it was made for tokenizer {theirs}, the target has {loaded.info.tokenizer_fingerprint}"
     return None
-
-
-def _chain(row: _Row) -> Proposal:
-    return Proposal(tuple(row.path), tuple(row.confidences))

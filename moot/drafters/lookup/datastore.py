@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -161,28 +162,18 @@ class Datastore:
 
     def _bisected(self, first: int, last: int, back: int, token: int) -> tuple[int, int]:
         tokens, order = self._token_at, self._order_at
-        low, high = first, last
-        while low < high:
-            middle = (low + high) // 2
-            if tokens[order[middle] - back] < token:
-                low = middle + 1
-            else:
-                high = middle
-        begin, high = low, last
+
+        def before(position: int) -> int:
+            return tokens[position - back]
+
+        begin = bisect_left(order, token, first, last, key=before)
         if begin == last or tokens[order[begin] - back] != token:
             return begin, begin
         # Most ranges are short: their end is looked for from their begin, in growing steps.
         step = 1
         while begin + step < last and tokens[order[begin + step] - back] == token:
             step *= 2
-        low, high = begin + step // 2 + 1, min(begin + step, last)
-        while low < high:
-            middle = (low + high) // 2
-            if tokens[order[middle] - back] == token:
-                low = middle + 1
-            else:
-                high = middle
-        return begin, low
+        return begin, bisect_right(order, token, begin + step // 2, min(begin + step, last), key=before)
 
     def _most_frequent(self, positions: list[int], num_tokens: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         tokens = self._token_at

@@ -24,6 +24,7 @@ from moot.core.options import option, option_of
 from moot.core.types import Proposal
 from moot.drafters.interface import (
     MAX_VOCAB_SIZE,
+    Candidates,
     IndexingOptions,
     ModelFreeDrafter,
     PrefixSession,
@@ -45,14 +46,6 @@ class Successors(NamedTuple):
     token_ids: tuple[int, ...]
     counts: tuple[int, ...]
     total: int
-
-
-def context_key(context: Sequence[int]) -> int:
-    """The ids packed into one number; at most MAX_ORDER of them."""
-    key = 0
-    for token in context:
-        key = (key << _BITS) | token
-    return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +74,7 @@ class NgramTable:
         if max(context) >= MAX_VOCAB_SIZE:
             return None
         order = self._orders[len(context) - 1]
-        key = np.uint64(context_key(context))
+        key = np.uint64(_packed(context, _BITS))
         row = int(order.keys.searchsorted(key))
         if row == len(order.keys) or order.keys[row] != key:
             return None
@@ -216,6 +209,7 @@ class NgramSession(PrefixSession):
 
 class NgramDrafter(ModelFreeDrafter[NgramSession]):
     kind = "ngram"
+    new_session = NgramSession
 
     def __init__(self, options: NgramOptions) -> None:
         super().__init__(options)
@@ -225,10 +219,7 @@ class NgramDrafter(ModelFreeDrafter[NgramSession]):
         self._min_order = options.min_order
         self._window = options.max_indexed_tokens
 
-    def new_session(self) -> NgramSession:
-        return NgramSession()
-
-    def append(self, session: NgramSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]) -> None:
+    def append(self, session: NgramSession, token_ids: Sequence[int], top_candidates: Candidates) -> None:
         first_new = len(session.tokens)
         session.tokens.extend(token_ids)
         if self._table is not None:
@@ -245,7 +236,7 @@ class NgramDrafter(ModelFreeDrafter[NgramSession]):
         for index in range(first_new, len(tokens)):
             token = tokens[index]
             for size in range(self._min_order, min(self._max_order, index) + 1):
-                key = _key(tokens[index - size : index])
+                key = _packed(tokens[index - size : index], _ID_BITS, 1)
                 followers = learned.get(key)
                 if followers is None:
                     learned[key] = token
@@ -294,7 +285,7 @@ class NgramDrafter(ModelFreeDrafter[NgramSession]):
     def _successors(self, session: NgramSession, context: Sequence[int], width: int) -> Successors | None:
         if self._table is not None:
             return self._table.lookup(context)
-        followers = session.learned.get(_key(context))
+        followers = session.learned.get(_packed(context, _ID_BITS, 1))
         if followers is None:
             return None
         if isinstance(followers, int):
@@ -309,11 +300,10 @@ class NgramDrafter(ModelFreeDrafter[NgramSession]):
         session.tokens, session.learned = array("I"), {}
 
 
-def _key(context: Sequence[int]) -> int:
-    """The ids packed below a leading one, so that contexts of different lengths are different numbers."""
-    key = 1
+def _packed(context: Sequence[int], bits: int, key: int = 0) -> int:
+    """The ids in one number, below `key`: with a leading one contexts of different lengths are different numbers."""
     for token in context:
-        key = (key << _ID_BITS) | token
+        key = (key << bits) | token
     return key
 
 

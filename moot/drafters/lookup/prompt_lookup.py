@@ -18,7 +18,8 @@ import numpy as np
 
 from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.interface import DrafterOptions, ModelFreeDrafter, PrefixSession, require
+from moot.drafters.interface import Candidates, DrafterOptions, ModelFreeDrafter, PrefixSession, require
+from moot.drafters.lookup.matching import occurrences
 
 MAX_NGRAM = 8
 
@@ -39,17 +40,13 @@ class PromptLookupSession(PrefixSession):
 
 class PromptLookupDrafter(ModelFreeDrafter[PromptLookupSession]):
     kind = "prompt_lookup"
+    new_session = PromptLookupSession
 
     def __init__(self, options: PromptLookupOptions) -> None:
         super().__init__(options)
         self._sizes = range(options.min_ngram, options.max_ngram + 1)
 
-    def new_session(self) -> PromptLookupSession:
-        return PromptLookupSession()
-
-    def append(
-        self, session: PromptLookupSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]
-    ) -> None:
+    def append(self, session: PromptLookupSession, token_ids: Sequence[int], top_candidates: Candidates) -> None:
         session.tokens.extend(token_ids)
 
     def chains(self, session: PromptLookupSession, num_tokens: int, width: int) -> Iterator[Proposal]:
@@ -78,20 +75,8 @@ def latest_followers(tokens: array[int], max_size: int) -> list[int]:
 
     For n = 1, 2, ... as long as there is one, up to `max_size`.
     """
-    ids = np.frombuffer(tokens, dtype=np.uint32)
-    indices = np.arange(1, 1)
-    found: list[int] = []
-    for size in range(1, min(max_size, len(tokens) - 1) + 1):
-        wanted = tokens[-size]
-        if size == 1:
-            indices = np.flatnonzero(ids[:-1] == wanted) + 1
-        else:
-            indices = indices[indices >= size]
-            indices = indices[ids[indices - size] == wanted]
-        if not len(indices):
-            break
-        found.append(int(indices[-1]))
-    return found
+    earlier = np.frombuffer(tokens, dtype=np.uint32)[:-1]
+    return [int(indices[-1]) for indices in occurrences(earlier, tokens[-max_size:])]
 
 
 def copy_from(tokens: Sequence[int], index: int, num_tokens: int) -> tuple[int, ...]:

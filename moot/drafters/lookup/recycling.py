@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.interface import DrafterOptions, ModelFreeDrafter, PrefixSession
+from moot.drafters.interface import Candidates, DrafterOptions, ModelFreeDrafter, PrefixSession
 
 MAX_CANDIDATES = 8
 
@@ -47,6 +47,7 @@ class RecyclingSession(PrefixSession):
 
 class RecyclingDrafter(ModelFreeDrafter[RecyclingSession]):
     kind = "recycling"
+    new_session = RecyclingSession
 
     def __init__(self, options: RecyclingOptions) -> None:
         super().__init__(options)
@@ -55,12 +56,7 @@ class RecyclingDrafter(ModelFreeDrafter[RecyclingSession]):
         self.shares_sessions = options.shared_rows > 0
         self._shared: OrderedDict[int, list[int]] = OrderedDict()
 
-    def new_session(self) -> RecyclingSession:
-        return RecyclingSession()
-
-    def append(
-        self, session: RecyclingSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]
-    ) -> None:
+    def append(self, session: RecyclingSession, token_ids: Sequence[int], top_candidates: Candidates) -> None:
         last, rows = session.last, session.rows
         for index, token in enumerate(token_ids):
             candidates = top_candidates[index] if index < len(top_candidates) else ()

@@ -15,13 +15,13 @@ tokens and more); the own text's levels are 8 higher. Share: the part of the mat
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moot.core.options import option
 from moot.core.types import Proposal
-from moot.drafters.interface import IndexingOptions, ModelFreeDrafter, PrefixSession, window_start
+from moot.drafters.interface import Candidates, IndexingOptions, ModelFreeDrafter, PrefixSession, window_start
 from moot.drafters.lookup.datastore import DEPTH, Datastore
 from moot.shipped import locate
 
@@ -137,6 +137,7 @@ class SuffixSession(PrefixSession):
 
 class SuffixDrafter(ModelFreeDrafter[SuffixSession]):
     kind = "suffix"
+    new_session = SuffixSession
 
     def __init__(self, options: SuffixOptions) -> None:
         super().__init__(options)
@@ -146,10 +147,7 @@ class SuffixDrafter(ModelFreeDrafter[SuffixSession]):
         self._datastore = Datastore(locate(options.datastore)) if options.datastore else None
         self.tokenizer_fingerprint = self._datastore.tokenizer_fingerprint if self._datastore else ""
 
-    def new_session(self) -> SuffixSession:
-        return SuffixSession()
-
-    def append(self, session: SuffixSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]) -> None:
+    def append(self, session: SuffixSession, token_ids: Sequence[int], top_candidates: Candidates) -> None:
         session.tokens.extend(token_ids)
         start = window_start(session.length, self._window)
         if start != session.start:
@@ -201,18 +199,20 @@ class SuffixDrafter(ModelFreeDrafter[SuffixSession]):
             state = automaton.shorter(state)
 
     def _ranked(self, automaton: SuffixAutomaton, state: int) -> list[int]:
-        children, count, end = automaton.next[state], automaton.count, automaton.end
-        if self._frequent:
-            return sorted(children, key=lambda token: (-count[children[token]], -end[children[token]]))
-        return sorted(children, key=lambda token: -end[children[token]])
+        return sorted(automaton.next[state], key=self._rank(automaton, state), reverse=True)
 
     def _best(self, automaton: SuffixAutomaton, state: int) -> int | None:
-        children, count, end = automaton.next[state], automaton.count, automaton.end
+        children = automaton.next[state]
         if len(children) == 1:
             return next(iter(children))
+        return max(children, key=self._rank(automaton, state), default=None)
+
+    def _rank(self, automaton: SuffixAutomaton, state: int) -> Callable[[int], tuple[int, int]]:
+        """By what the continuations of a state are ordered. No two of them end at the same place."""
+        children, count, end = automaton.next[state], automaton.count, automaton.end
         if self._frequent:
-            return max(children, key=lambda token: (count[children[token]], end[children[token]]), default=None)
-        return max(children, key=lambda token: end[children[token]], default=None)
+            return lambda token: (count[children[token]], end[children[token]])
+        return lambda token: (end[children[token]], 0)
 
     def _walk(self, automaton: SuffixAutomaton, state: int, token: int | None, num_tokens: int) -> Proposal:
         """Follow the automaton from `state`; at the end of the text go on from the longest suffix that goes on."""

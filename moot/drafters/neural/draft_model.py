@@ -15,7 +15,7 @@ from moot.core.history import History
 from moot.core.noise import choice_seed
 from moot.core.options import option, option_of
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.interface import Ask, ConfidenceOptions, Drafter
+from moot.drafters.interface import Ask, Candidates, ConfidenceOptions, Drafter
 from moot.drafters.neural.neural_sessions import Drafted, NeuralSession, SessionFeed
 from moot.model.backend import choose_runner
 from moot.model.compute import ComputeOptions, TorchOptions
@@ -90,16 +90,13 @@ class DraftModelDrafter(Drafter[NeuralSession]):
         # min_tokens and the penalties over the output need to know where the prompt ends, which no proposal is worth.
         drawn = drafting_params(params, self._draws)
         own = replace(drawn, min_tokens=0, presence_penalty=0.0, frequency_penalty=0.0)
-        session = NeuralSession(own, self._runner.new_cache())
-        session.history = History(()) if own.has_penalties else None
+        session = NeuralSession(own, self._runner.new_cache(), history=History(()) if own.has_penalties else None)
         self._feed.add(session)
         if prefix:
             session.commit(prefix)
         return session
 
-    def extend(
-        self, session: NeuralSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
-    ) -> None:
+    def extend(self, session: NeuralSession, token_ids: Sequence[int], top_candidates: Candidates = ()) -> None:
         if token_ids:
             session.commit(token_ids)
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moot.core.errors import ConfigError
 from moot.core.options import option
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.interface import Ask, Drafter, PathAsk
+from moot.drafters.interface import Ask, Candidates, Drafter, PathAsk
 from moot.drafters.neural.draft_model import DraftModelDrafter, DraftModelOptions, as_chain
 from moot.drafters.neural.neural_sessions import NeuralSession
 from moot.drafters.neural.stages import GuessingStage
@@ -42,16 +41,12 @@ class NeuralDrafter(DraftModelDrafter):
     kind = "neural"
     is_stepwise = True
 
-    def __init__(
-        self, options: NeuralOptions, make_stage: Callable[[str, int, str], Drafter[Any]] | None = None
-    ) -> None:
-        """`make_stage(stages, vocab_size, tokenizer fingerprint)`: the registry's, needed where options name stages."""
+    def __init__(self, options: NeuralOptions, make_stage: Callable[[str, int, str], Drafter[Any]]) -> None:
+        """`make_stage(stages, vocab_size, tokenizer fingerprint)`: the registry's."""
         loaded = options.load()
         super().__init__(options, loaded, loaded.num_embeddings)
         self._stage: GuessingStage | None = None
         if options.stages:
-            if make_stage is None:
-                raise ConfigError("option stages: made by the registry of drafter kinds only")
             stage = make_stage(options.stages, self.vocab_size, self.tokenizer_fingerprint)
             self._stage = GuessingStage(
                 stage, options.stage_tokens, self.context_limit, self._num_embeddings, self._runner.pool
@@ -72,9 +67,7 @@ class NeuralDrafter(DraftModelDrafter):
             session.stage = self._stage.drafter.open(prefix, params)
         return session
 
-    def extend(
-        self, session: NeuralSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
-    ) -> None:
+    def extend(self, session: NeuralSession, token_ids: Sequence[int], top_candidates: Candidates = ()) -> None:
         super().extend(session, token_ids, top_candidates)
         if token_ids and self._stage is not None:
             self._stage.drafter.extend(session.stage, token_ids, top_candidates)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from moot.core.errors import NoCapacity
-from moot.core.history import History
+from moot.core.history import History, HistoryOnPath
 from moot.core.types import ROOT, SamplingParams
 from moot.model.cache.kv_cache import KvCache
 from moot.model.inputs import SequenceInput
@@ -71,6 +71,12 @@ class NeuralSession:
         self.highest_id = max(self.highest_id, *token_ids)
         if self.history is not None:
             self.history.append(token_ids)
+
+    def history_with(self, path: Sequence[int]) -> HistoryOnPath | None:
+        """What penalties after `path` count; None where nothing is penalised."""
+        if self.history is None:
+            return None
+        return self.history.with_path([*self.tokens[len(self.tokens) - self.num_tentative :], *path])
 
     def suppose(self, token_ids: Sequence[int]) -> None:
         """Lengthen the prefix for one question; `take_back` ends it. Counts for penalties stay those of the prefix."""

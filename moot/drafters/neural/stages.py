@@ -7,12 +7,12 @@ out is what the draft model would have drafted alone.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.interface import Ask, Drafter, PathAsk
+from moot.drafters.interface import Ask, Candidates, Drafter, PathAsk
 from moot.drafters.neural.neural_sessions import NeuralSession
 from moot.model.cache.contiguous import PAGE_SLOTS, KvPool
 
@@ -69,31 +69,17 @@ class FirstOf(Drafter[tuple[Any, Any]]):
         first, other = self._both
         return first.open(prefix, params), other.open(prefix, params)
 
-    def extend(
-        self, session: tuple[Any, Any], token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
-    ) -> None:
+    def extend(self, session: tuple[Any, Any], token_ids: Sequence[int], top_candidates: Candidates = ()) -> None:
         for drafter, own in zip(self._both, session, strict=True):
             drafter.extend(own, token_ids, top_candidates)
 
     def propose(self, asks: Sequence[Ask[tuple[Any, Any]]]) -> list[list[Proposal]]:
-        answers = self._part(0).propose([dataclasses.replace(ask, session=ask.session[0]) for ask in asks])
-        left = [index for index, chains in enumerate(answers) if not chains]
-        others = self._part(1).propose(
-            [dataclasses.replace(asks[index], session=asks[index].session[1]) for index in left]
-        )
-        for index, chains in zip(left, others, strict=True):
-            answers[index] = chains
-        return answers
+        first, other = self._both
+        return _first_said(first.propose, other.propose, asks)
 
     def after(self, asks: Sequence[PathAsk[tuple[Any, Any]]]) -> list[tuple[int, ...]]:
-        answers = self._part(0).after([dataclasses.replace(ask, session=ask.session[0]) for ask in asks])
-        left = [index for index, ids in enumerate(answers) if not ids]
-        others = self._part(1).after(
-            [dataclasses.replace(asks[index], session=asks[index].session[1]) for index in left]
-        )
-        for index, ids in zip(left, others, strict=True):
-            answers[index] = ids
-        return answers
+        first, other = self._both
+        return _first_said(first.after, other.after, asks)
 
     def warm(self, session: tuple[Any, Any]) -> bool:
         return any([drafter.warm(own) for drafter, own in zip(self._both, session, strict=True)])
@@ -102,5 +88,12 @@ class FirstOf(Drafter[tuple[Any, Any]]):
         for drafter, own in zip(self._both, session, strict=True):
             drafter.close(own)
 
-    def _part(self, index: int) -> Drafter[Any]:
-        return self._both[index]
+
+def _first_said(first: Callable[..., list[Any]], other: Callable[..., list[Any]], asks: Sequence[Any]) -> list[Any]:
+    """For each ask the answer of `first`, or where that is empty, of `other`."""
+    answers = first([replace(ask, session=ask.session[0]) for ask in asks])
+    left = [index for index, answer in enumerate(answers) if not answer]
+    others = other([replace(asks[index], session=asks[index].session[1]) for index in left])
+    for index, answer in zip(left, others, strict=True):
+        answers[index] = answer
+    return answers

@@ -53,24 +53,23 @@ class NeuralDrafting:
             fit = [s for s, _ in goals if not s.stopped and not (id(s) in ahead and s.num_missing > 0)]
             guesses = [()] * len(fit) if self._stage is None else self._stage.guesses(fit)
             work = [(session, session.last_id(guess)) for session, guess in zip(fit, guesses, strict=True)]
-            rows: list[Tensor] = []
-            fed: list[tuple[NeuralSession, tuple[int, ...]]] = []
-            for (session, _, logits), guess in zip(self._feed.forward(work, asked, ahead), guesses, strict=True):
-                if logits is not None:
-                    rows.append(logits)
-                    fed.append((session, guess))
-            unfed = ahead.difference(id(session) for session, _ in fed)
+            fed = [
+                (session, guess, logits)
+                for (session, _, logits), guess in zip(self._feed.forward(work, asked, ahead), guesses, strict=True)
+                if logits is not None
+            ]
+            unfed = ahead.difference(id(session) for session, _, _ in fed)
             goals = [(session, goal) for session, goal in goals if id(session) not in unfed]
-            self._take(fed, rows)
+            self._take(fed)
 
     def _goes_on(self, session: NeuralSession) -> bool:
         return not session.stopped and num_likely(session.ahead, self._least) == len(session.ahead)
 
-    def _take(self, fed: Sequence[tuple[NeuralSession, tuple[int, ...]]], rows: Sequence[Tensor]) -> None:
+    def _take(self, fed: Sequence[tuple[NeuralSession, Sequence[int], Tensor]]) -> None:
         """Sessions that were fed their path's end and a guess, with the rows of both."""
         single: list[NeuralSession] = []
         ends: list[Tensor] = []
-        for (session, guess), logits in zip(fed, rows, strict=True):
+        for session, guess, logits in fed:
             if guess:
                 self._go_along(session, guess, logits)
             else:
@@ -187,19 +186,10 @@ class NeuralDrafting:
 
         `logits`: [len(paths), vocab], one row per path.
         """
-        tokens: list[int | None] = self._sampler.greedy_rows(logits)
-        for index, (session, path) in enumerate(paths):
-            if tokens[index] is not None and self._sampler.needs_row(session.params, 0):
-                past = session.history
-                supposed = session.tokens[len(session.tokens) - session.num_tentative :]
-                history = None if past is None else past.with_path([*supposed, *(token for token, _ in path)])
-                (tokens[index],) = self._sampler.draft_tokens(
-                    logits[index : index + 1],
-                    [session.params],
-                    [len(session.tokens) + len(path)],
-                    None if history is None else [history],
-                    self._sharpen,
-                )
+        positions = [len(session.tokens) + len(path) for session, path in paths]
+        histories = [session.history_with([token for token, _ in path]) for session, path in paths]
+        params = [session.params for session, _ in paths]
+        tokens = self._sampler.draft_tokens(logits, params, positions, histories, self._sharpen)
         shares = self._sampler.probabilities(logits, [token or 0 for token in tokens])
         return [
             None if token is None or not share >= self._min_confidence else (token, round(255 * share))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from moot.core.options import option
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.interface import DrafterOptions, ModelFreeDrafter, PrefixSession, RequestContext
+from moot.drafters.interface import Candidates, DrafterOptions, ModelFreeDrafter, PrefixSession, RequestContext
 from moot.drafters.lookup.matching import occurrences
 
 _LEVELS = (1, 2, 3, 4, 6, 8, 16, 32)
@@ -80,9 +80,7 @@ class PredictionDrafter(ModelFreeDrafter[PredictionSession]):
         self.extend(session, prefix)
         return session
 
-    def append(
-        self, session: PredictionSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]
-    ) -> None:
+    def append(self, session: PredictionSession, token_ids: Sequence[int], top_candidates: Candidates) -> None:
         num_output = session.length - session.prompt_length
         for token in token_ids[max(len(token_ids) - num_output, 0) :] if num_output > 0 else ():
             self._follow(session, token)

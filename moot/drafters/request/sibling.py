@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moot.core.options import option_of
 from moot.core.types import Proposal, SamplingParams
-from moot.drafters.interface import DrafterOptions, ModelFreeDrafter, PrefixSession, RequestContext, require
+from moot.drafters.interface import Candidates, DrafterOptions, ModelFreeDrafter, PrefixSession, RequestContext, require
 from moot.drafters.lookup.suffix import SuffixOptions, confidence_byte
 from moot.drafters.request.prediction import PredictionOptions
 from moot.drafters.request.siblings import SEPARATOR, Siblings
@@ -45,6 +45,7 @@ class SiblingSession(PrefixSession):
 
 class SiblingDrafter(ModelFreeDrafter[SiblingSession]):
     kind = "sibling"
+    new_session = SiblingSession
     shares_sessions = True
 
     def __init__(self, options: SiblingOptions) -> None:
@@ -54,9 +55,6 @@ class SiblingDrafter(ModelFreeDrafter[SiblingSession]):
 
     def serves(self, request_context: RequestContext) -> bool:
         return request_context.siblings is not None
-
-    def new_session(self) -> SiblingSession:
-        return SiblingSession()
 
     def open_request(
         self, prefix: Sequence[int], params: SamplingParams, request_context: RequestContext
@@ -68,9 +66,7 @@ class SiblingDrafter(ModelFreeDrafter[SiblingSession]):
         self.extend(session, prefix)
         return session
 
-    def append(
-        self, session: SiblingSession, token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]]
-    ) -> None:
+    def append(self, session: SiblingSession, token_ids: Sequence[int], top_candidates: Candidates) -> None:
         start = max(session.first - (session.length - len(token_ids)), 0)
         if session.siblings is not None and start < len(token_ids):
             session.siblings.append(session.choice, token_ids[start:])

@@ -54,9 +54,7 @@ class Siblings:
         if not tail:
             return []
         flat = self._rows.reshape(-1)
-        goes_on = np.empty(len(flat), np.bool_)
-        goes_on[:-1] = flat[1:] != SEPARATOR
-        goes_on[-1] = False
+        goes_on = np.append(flat[1:] != SEPARATOR, False)
         capacity = self._rows.shape[1]
         goes_on[choice * capacity : (choice + 1) * capacity] = False
         return occurrences(flat, tail, goes_on)

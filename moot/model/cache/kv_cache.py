@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -43,6 +44,7 @@ def paths(parents: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
         yield path, new
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
     """Tokens of the last forward pass that are not committed yet.
 
@@ -50,11 +52,8 @@ class Pending:
     cache's own slots.
     """
 
-    __slots__ = ("parents", "tree_kv")
-
-    def __init__(self, parents: Sequence[int], tree_kv: Tensor | None) -> None:
-        self.parents = parents
-        self.tree_kv = tree_kv
+    parents: Sequence[int]
+    tree_kv: Tensor | None
 
 
 class KvCache(ABC):

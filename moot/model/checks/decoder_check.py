@@ -5,14 +5,14 @@ It finds how many rows a decoder's products, attention and element-wise parts ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from moot.core.errors import ConfigError
 from moot.model.cache.contiguous import SPAN_SLOTS, round_up
-from moot.model.checks.rowcases import Case, cancelling, cancelling_attention, first_holding
+from moot.model.checks.rowcases import MOST_OUTPUTS, Case, cancelling, cancelling_attention, first_holding, of_rows
 from moot.model.decoder.decoder import Decoder
 from moot.model.decoder.layers import HeadShape, gated, turned_heads
 from moot.model.decoder.products import Product
@@ -21,8 +21,6 @@ from moot.model.rows import NATURAL_KERNELS, PRODUCT_SLOTS, TILE_ROWS, Padding, 
 
 _LARGEST_TILES = (256, TILE_ROWS)
 _PADDINGS = (Padding(1, 1), Padding(2, 1), Padding(4, 1), Padding(16, 16), Padding(32, 32))
-_MOST_OUTPUTS = 4096
-"""Larger weights (the vocabulary's) are checked on this many of their outputs."""
 
 
 def decoder_rules(decoder: Decoder, context_limit: int) -> RowRules:
@@ -51,9 +49,9 @@ def _product_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> I
     for layer in decoder.weights.layers:
         products += [layer.queries_keys_values, layer.attended, layer.gate_up, layer.down]
     for outputs, inputs, has_bias in sorted({(each.outputs, each.inputs, each.has_bias) for each in products}):
-        rows, weight = cancelling((TILE_ROWS,), (min(outputs, _MOST_OUTPUTS),), inputs, generator)
+        rows, weight = cancelling((TILE_ROWS,), (min(outputs, MOST_OUTPUTS),), inputs, generator)
         bias = torch.zeros(len(weight), dtype=torch.bfloat16) if has_bias else None
-        yield Case(_of_rows(Product(weight.bfloat16(), bias), rows.bfloat16()), tile)
+        yield Case(of_rows(Product(weight.bfloat16(), bias), rows.bfloat16()), tile)
 
 
 def _row_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> Iterator[Case]:
@@ -62,8 +60,8 @@ def _row_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> Itera
     weights = decoder.weights
     heads, layer = weights.heads, weights.layers[0]
     half = torch.randn(TILE_ROWS, weights.last_norm.width, generator=generator).bfloat16()
-    yield Case(_of_rows(layer.before_mlp, torch.cat((half, -half), dim=1)), tile)
-    yield Case(_of_rows(gated, torch.randn(TILE_ROWS, layer.gate_up.outputs, generator=generator).bfloat16()), tile)
+    yield Case(of_rows(layer.before_mlp, torch.cat((half, -half), dim=1)), tile)
+    yield Case(of_rows(gated, torch.randn(TILE_ROWS, layer.gate_up.outputs, generator=generator).bfloat16()), tile)
     projected = torch.randn(TILE_ROWS, layer.queries_keys_values.outputs, generator=generator).bfloat16()
     turns = weights.rotary.at(range(TILE_ROWS))
 
@@ -72,14 +70,6 @@ def _row_cases(decoder: Decoder, tile: int, generator: torch.Generator) -> Itera
         return turned_heads(projected[index], turns[index], heads, layer.head_norm, layer.query_scale)
 
     yield Case(turn, tile)
-
-
-def _of_rows(function: Callable[[Tensor], Tensor], rows: Tensor) -> Callable[[Tensor], Tensor]:
-    @torch.inference_mode()
-    def compute(index: Tensor) -> Tensor:
-        return function(rows[index])
-
-    return compute
 
 
 def _attention_cases(heads: HeadShape, context_limit: int, generator: torch.Generator) -> Iterator[Case]:

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from moot.model.rows import TILE_ROWS, Padding
 
+MOST_OUTPUTS = 4096
+"""Larger weights (the vocabulary's) are checked on this many of their outputs."""
+
 
 class Case:
     """A computation of TILE_ROWS rows; `compute(index)` gives the rows with these indices in one call.
@@ -42,6 +45,16 @@ class Case:
         index = torch.arange(count) % TILE_ROWS
         rows = self._compute(index)
         return torch.equal(rows[:TILE_ROWS], self._whole) and torch.equal(rows[-TILE_ROWS:], self._whole)
+
+
+def of_rows(function: Callable[[Tensor], Tensor], rows: Tensor) -> Callable[[Tensor], Tensor]:
+    """The computation of a `Case`: `function` of the rows that are asked for."""
+
+    @torch.inference_mode()
+    def compute(index: Tensor) -> Tensor:
+        return function(rows[index])
+
+    return compute
 
 
 def first_holding(paddings: Sequence[Padding], cases: Sequence[Case]) -> Padding | None:

@@ -40,15 +40,13 @@ class StepPlan:
         per_block = max(1, _BLOCK_QUERIES // heads.group)
         longest = 0
         for index, segment in enumerate(step.segments):
-            cache, count = segment.cache, segment.count
-            assert cache.pending is not None
+            is_chain, count, parents = segment.tree_kv is None, segment.count, segment.parents
             segments.append(_segment_fields(segment))
-            parents = cache.pending.parents
-            for node, depth in enumerate(range(count) if segment.is_chain else depths_of(parents)):
-                position = cache.length + depth
+            for node, depth in enumerate(range(count) if is_chain else depths_of(parents)):
+                position = segment.cache.length + depth
                 rows.append((index, position, node, len(paths)))
                 longest = max(longest, position + 1)
-                if not segment.is_chain:
+                if not is_chain:
                     paths += _path(parents, node)
             blocks += [
                 (index, segment.start + first, min(per_block, count - first)) for first in range(0, count, per_block)
@@ -76,11 +74,9 @@ def _segment_fields(segment: Segment) -> Sequence[int]:
     cache = segment.cache
     layer, kv, slot, head, _ = (stride * cache.data.itemsize for stride in cache.data.stride())
     own = (cache.data.data_ptr(), layer, kv, head, slot, cache.length)
-    if segment.is_chain:
+    nodes = segment.tree_kv
+    if nodes is None:
         return (*own, 0, 0, 0, 0, 0)
-    assert cache.pending is not None
-    assert cache.pending.tree_kv is not None
-    nodes = cache.pending.tree_kv
     layer, kv, node, head, _ = (stride * nodes.itemsize for stride in nodes.stride())
     return (*own, nodes.data_ptr(), layer, kv, head, node)
 

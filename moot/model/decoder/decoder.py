@@ -68,25 +68,11 @@ class Decoder:
     @property
     def way(self) -> str:
         """Which code computes the pass, for the fingerprint of its numbers."""
-        return "decoder, " + (
-            "packed weights"
-            if self.kernels is None
-            else f"kernels {self.kernels.variant.name} {self.kernels.variant.digest}"
-        )
+        return "decoder, " + ("packed weights" if self.kernels is None else f"kernels {self.kernels.variant}")
 
     @property
     def natural_rules(self) -> RowRules:
         return NATURAL_DECODER if self.kernels is None else NATURAL_KERNELS
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of weights that a pass of one row streams."""
-        products = [
-            product
-            for layer in self.weights.layers
-            for product in (layer.queries_keys_values, layer.attended, layer.gate_up, layer.down)
-        ]
-        return sum(product.num_bytes for product in (*products, self.head))
 
     @torch.inference_mode()
     def forward(

@@ -36,11 +36,6 @@ class Rotary:
         self._module = module
         self._table = self._block(0)
 
-    @property
-    def width(self) -> int:
-        """Pairs of a head that are turned."""
-        return self._table.shape[1]
-
     def at(self, positions: Sequence[int]) -> Tensor:
         """The turns at these positions, [positions, 1, head_dim / 2]."""
         highest = max(positions)

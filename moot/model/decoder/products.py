@@ -47,7 +47,3 @@ class Product:
         if x.shape[0] <= most_rows:
             return self(x)
         return torch.cat([self(part) for part in x.split(most_rows)])
-
-    @property
-    def num_bytes(self) -> int:
-        return 2 * self.inputs * self.outputs

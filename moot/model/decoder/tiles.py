@@ -9,13 +9,10 @@ slots until they are committed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from moot.model.cache.kv_cache import Pending
 from moot.model.decoder.layers import HeadShape
 from moot.model.layout import Segment, Step, Tile
 
@@ -40,43 +37,18 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, group: i
     return batched.view(kv_heads, group, count // group, dim).transpose(1, 2).reshape(kv_heads, count, dim)
 
 
-class ChainStore:
-    """Stores the rows of one chain in the slots after the committed ones."""
-
-    __slots__ = ("_found", "_targets")
-
-    def __init__(self, segment: Segment, fresh: Tensor) -> None:
-        cache = segment.cache
-        self._found = fresh[:, segment.start : segment.start + segment.count]
-        self._targets = cache.data[:, :, cache.length : cache.length + segment.count].unbind(0)
-
-    def store(self, layer: int) -> None:
-        self._targets[layer].copy_(self._found)
-
-
-class TreeStore:
-    """Stores the nodes of all trees of the step in one piece, of which each tree's pending tokens are a part."""
-
-    __slots__ = ("_fresh", "_rows", "_targets")
-
-    def __init__(self, segments: Sequence[Segment], num_layers: int, fresh: Tensor) -> None:
-        rows = [row for segment in segments for row in range(segment.start, segment.start + segment.count)]
-        two, _, kv_heads, dim = fresh.shape
-        nodes = fresh.new_zeros(num_layers, two, len(rows), kv_heads, dim)
-        for segment, own in zip(segments, nodes.split([segment.count for segment in segments], 2), strict=True):
-            pending = segment.cache.pending
-            assert pending is not None
-            segment.cache.pending = Pending(pending.parents, own)
-        self._fresh, self._rows, self._targets = fresh, torch.tensor(rows), nodes.unbind(0)
-
-    def store(self, layer: int) -> None:
-        torch.index_select(self._fresh, 1, self._rows, out=self._targets[layer])
+def _places(segment: Segment) -> tuple[Tensor, ...]:
+    """Where the keys and values of a segment's rows go in each layer, [2, rows, kv_heads, dim]."""
+    cache = segment.cache
+    if segment.tree_kv is not None:
+        return segment.tree_kv.unbind(0)
+    return cache.data[:, :, cache.length : cache.length + segment.count].unbind(0)
 
 
 class _Attended:
     """One tile: its queries, what they attend to in each layer, and where the result goes."""
 
-    __slots__ = ("_masks", "_tile", "by_products", "index", "keys", "moved", "output", "queries", "values")
+    __slots__ = ("_tile", "by_products", "index", "keys", "moved", "output", "queries", "values")
 
     def __init__(
         self, segment: Segment, tile: Tile, queries: Tensor, mixed: Tensor, heads: HeadShape, limit: int
@@ -86,7 +58,7 @@ class _Attended:
         attended = slots[:, :, :, : tile.kv_length]
         self.keys, self.values = attended[:, 0].unbind(0), attended[:, 1].unbind(0)
         self.by_products = tile.kv_length <= limit
-        self._tile, self._masks = tile, {}  # type: tuple[Tile, dict[int | None, Tensor]]
+        self._tile = tile
         self.index: Tensor | None = None
         self.moved: tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor] | None = None
         if isinstance(tile.rows, slice):
@@ -94,16 +66,10 @@ class _Attended:
             self.output = mixed[tile.own_rows].transpose(0, 1)
         else:
             self.index, self.queries, self.output = tile.rows, queries, mixed
-        pending, length = segment.cache.pending, segment.cache.length
-        if tile.path is not None and pending is not None and pending.tree_kv is not None:
+        if tile.path is not None and segment.tree_kv is not None:
+            length = segment.cache.length
             tail = slots[:, :, :, length : length + len(tile.path)]
-            self.moved = pending.tree_kv.transpose(2, 3).unbind(0), tail.unbind(0), tile.path
-
-    def mask(self, window: int | None, group: int) -> Tensor:
-        """The additive mask of the tile, [rows * group, kv_length]."""
-        if window not in self._masks:
-            self._masks[window] = self._tile.mask(window, self.queries).repeat_interleave(group, 0)
-        return self._masks[window]
+            self.moved = segment.tree_kv.transpose(2, 3).unbind(0), tail.unbind(0), tile.path
 
     def attend(self, layer: int, window: int | None, group: int) -> None:
         queries = self.queries
@@ -113,7 +79,7 @@ class _Attended:
         if self.index is not None:
             kv_heads, _, _, dim = queries.shape
             queries = queries.index_select(1, self.index).view(kv_heads, -1, dim)
-        mask = self.mask(window, group)
+        mask = self._tile.mask(window, queries, group)
         result = attend(queries, self.keys[layer], self.values[layer], mask, group, self.by_products)
         result = result.view(result.shape[0], -1, group, result.shape[2])
         count = self._tile.num_rows
@@ -137,12 +103,10 @@ class StepTiles:
         self._mixed = data.new_zeros(rows, heads.kv_heads, heads.group, heads.dim)
         self._fresh = data.new_empty(2, rows, heads.kv_heads, heads.dim)
         self._fresh_keys, self._fresh_values = self._fresh.unbind(0)
-        trees = [segment for segment in step.segments if not segment.is_chain]
-        self._stores: list[ChainStore | TreeStore] = [
-            ChainStore(segment, self._fresh) for segment in step.segments if segment.is_chain
+        self._stored = [
+            (_places(segment), self._fresh[:, segment.start : segment.start + segment.count])
+            for segment in step.segments
         ]
-        if trees:
-            self._stores.append(TreeStore(trees, len(data), self._fresh))
         self._tiles = [
             _Attended(segment, tile, self._queries, self._mixed, heads, product_slots)
             for segment in step.segments
@@ -156,8 +120,8 @@ class StepTiles:
         self._queries.copy_(queries.transpose(0, 1))
         self._fresh_keys.copy_(turned[:, heads.query_heads :])
         self._fresh_values.copy_(values)
-        for each in self._stores:
-            each.store(layer)
+        for places, fresh in self._stored:
+            places[layer].copy_(fresh)
 
     def attend(self, layer: int, window: int | None) -> Tensor:
         """The attention of all rows, [rows, heads * dim]."""

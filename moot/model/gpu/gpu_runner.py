@@ -9,8 +9,6 @@ do so.
 
 from __future__ import annotations
 
-import hashlib
-import platform
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor
 
 from moot.core.errors import ConfigError, ModelRefused
-from moot.core.types import ModelInfo
 from moot.model.gpu.lean import LeanModel, tiled_linear
 from moot.model.gpu.paged_attention import kernel_supports
 from moot.model.gpu.plan import Planner, Sizes, unpack
@@ -26,8 +23,8 @@ from moot.model.gpu.pool import PagedCache, PagedPool, upload
 from moot.model.inputs import SequenceInput, check_inputs
 from moot.model.loading.drivable import distance, most_distance
 from moot.model.loading.load import LoadedModel
-from moot.model.rows import NATURAL, Padding, RowRules
-from moot.model.runner import ModelRunner, States, no_progress
+from moot.model.rows import Padding, RowRules
+from moot.model.runner import ModelRunner, no_progress
 
 MOST_GRAPHS = 96
 """Sizes met later than this many others are computed without a graph."""
@@ -113,14 +110,10 @@ class GpuRunner(ModelRunner):
         use_graphs: bool | None = None,
     ) -> None:
         shape = loaded.kv_shape
-        self.loaded = loaded
-        self.info: ModelInfo = loaded.info
-        self.dtype, self.device = shape.dtype, shape.device
-        self.batch_invariant = batch_invariant
-        self.rules = BATCH_INVARIANT_RULES if batch_invariant else NATURAL
         self.use_kernel = (
             kernel_supports(shape.dtype, shape.device, shape.head_dim) if use_kernel is None else use_kernel
         )
+        super().__init__(loaded, kv_capacity_tokens, BATCH_INVARIANT_RULES if batch_invariant else None)
         linear = tiled_linear(TILE_ROWS) if batch_invariant else torch.nn.functional.linear
         self.lean = LeanModel(loaded, self.use_kernel, linear)
         if batch_invariant:
@@ -129,27 +122,10 @@ class GpuRunner(ModelRunner):
         # Off until the proof below has passed: its few tokens are not worth a graph.
         self._rounds_sizes = False
         self.graphs: Graphs | None = None
-        self._states = States(loaded)
         _prove_equal(self)
         self._rounds_sizes = shape.device.type == "cuda" if use_graphs is None else use_graphs
         if self._rounds_sizes and shape.device.type == "cuda":
             self.graphs = Graphs(shape.device)
-        self.numerics_fingerprint = self._fingerprint()
-
-    def _fingerprint(self) -> str:
-        """sha256 over what decides how numbers round here, as of `moot.model.rows.numerics_fingerprint`."""
-        is_gpu = self.device.type == "cuda"
-        facts = (
-            "paged",
-            str(self.dtype),
-            torch.cuda.get_device_name(self.device) if is_gpu else f"{platform.machine()} {torch.get_num_threads()}",
-            torch.__version__,
-            str(torch.version.git_version),
-            str(torch.version.cuda),
-            f"kernel={self.use_kernel}",
-            repr(self.rules),
-        )
-        return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
     def new_cache(self) -> PagedCache:
         return PagedCache(self.pool)
@@ -168,7 +144,7 @@ class GpuRunner(ModelRunner):
         planner, moves = self._plan_inputs(inputs)
         if moves:
             self.pool.move(*zip(*moves, strict=True))
-        if not planner.host.token_ids:
+        if not planner.token_ids:
             return [self._no_logits() for _ in inputs]
         logits, *states = self._run(planner, layers)
         if states:
@@ -184,24 +160,17 @@ class GpuRunner(ModelRunner):
     def can_skip_layers(self) -> bool:
         return True
 
-    def keep_states(self) -> None:
-        self._states.start(by_modules=False)
-
     def _plan_inputs(self, inputs: Sequence[SequenceInput]) -> tuple[Planner, list[tuple[int, int]]]:
         checked = check_inputs(inputs, PagedCache, self.loaded.num_embeddings, self.info.context_limit)
         planner = Planner(self.pool, TILE_ROWS if self.batch_invariant else 1)
-        moves: list[tuple[int, int]] = []
-        for item in checked:
-            if item.depths:
-                planner.add(item.cache, item.token_ids, item.parents, item.depths, item.logit_rows)
+        fed = [item for item in checked if item.depths]
+        for item in fed:
+            planner.add(item)
         # Nothing below raises: moves that are taken are done.
-        for item in checked:
-            if item.depths:
-                moves += item.cache.take_moves()
-        return planner, moves
+        return planner, [move for item in fed for move in item.cache.take_moves()]
 
     def _run(self, planner: Planner, layers: tuple[int, ...] | None) -> tuple[Tensor, ...]:
-        rounds = self._rounds_sizes and len(planner.host.token_ids) <= MOST_GRAPH_ROWS
+        rounds = self._rounds_sizes and len(planner.token_ids) <= MOST_GRAPH_ROWS
         sizes, packed = planner.finish(exact=not rounds)
         key = (sizes, self._states.keeps, layers)
         if rounds and self.graphs is not None and self.graphs.has_room_for(key):
@@ -238,7 +207,7 @@ def check_products(weights: Sequence[Tensor]) -> None:
 
 @torch.inference_mode()
 def _prove_equal(runner: GpuRunner) -> None:
-    """Run a few tokens in two chunks and a tree, and compare with the loaded model driven by ModelRunner."""
+    """Run a few tokens in two chunks, and compare with the loaded model driven by ModelRunner."""
     limit = min(_PROOF_TOKENS, runner.info.context_limit)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(runner.info.vocab_size, (limit,), generator=generator).tolist()

@@ -45,10 +45,6 @@ class LeanModel:
         layers = [(one.queries_keys_values, one.attended, one.gate_up, one.down) for one in self._layers]
         return [product.weight for product in (*(each for layer in layers for each in layer), self._head)]
 
-    @property
-    def layers(self) -> Sequence[LayerWeights]:
-        return self._layers
-
     def forward(
         self, plan: DevicePlan, kv: Sequence[Tensor], layers: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:

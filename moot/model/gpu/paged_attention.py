@@ -45,34 +45,42 @@ class PagedAttention:
     def __call__(self, query: Tensor, kv: Tensor, plan: DevicePlan, window: int | None) -> Tensor:
         """Attention of a step's rows, [rows, heads, dim]. query [rows, heads, dim], kv [2, slots, kv_heads, dim] with
         the rows' own in place."""
-        use_kernel = self.use_kernel and window is None
-        output, log_total = self._own_pages(query, kv, plan, window, use_kernel)
+        output, log_total = self._own_pages(query, kv, plan, window)
         if not plan.waves:
             return output
         joined = output.to(log_total.dtype)
         for wave in plan.waves:
-            joined, log_total = self._earlier_pages(query, kv, plan, wave, window, use_kernel, joined, log_total)
+            found, lse = self._earlier_pages(query, kv, plan, wave, window)
+            joined, log_total = join(
+                torch.cat((joined[None], found.to(joined.dtype))), torch.cat((log_total[None], lse))
+            )
         return joined.to(query.dtype)
 
-    def _own_pages(
-        self, query: Tensor, kv: Tensor, plan: DevicePlan, window: int | None, use_kernel: bool
+    def _by_kernel(
+        self, query: Tensor, kv: Tensor, cu_rows: Tensor, pages: DevicePlan | Wave, most_rows: int, **how: Any
     ) -> tuple[Tensor, Tensor]:
-        """Results [rows, heads, dim] and log-sum-exp [rows, heads] of each row over its own page."""
-        if use_kernel:
+        """Results and log-sum-exp of `query`, cut into sequences by `cu_rows`, each over its page."""
+        return self._kernel(
+            query,
+            kv[0],
+            kv[1],
+            cu_rows,
+            pages.cu_keys,
             # A kernel of its own serves queries of length 1: never asked for, or one row would round in another way.
-            output, log_total = self._kernel(
-                query,
-                kv[0],
-                kv[1],
-                plan.cu_rows,
-                plan.cu_keys,
-                max(2, plan.sizes.group_rows),
-                PAGE_SLOTS,
-                return_aux=AuxRequest(lse=True),
-                scale=self._scaling,
-                window_size=(-1, 0),
-                enable_gqa=query.shape[1] != kv.shape[2],
-                seqused_k=plan.used,
+            max(2, most_rows),
+            PAGE_SLOTS,
+            return_aux=AuxRequest(lse=True),
+            scale=self._scaling,
+            seqused_k=pages.used,
+            **how,
+        )
+
+    def _own_pages(self, query: Tensor, kv: Tensor, plan: DevicePlan, window: int | None) -> tuple[Tensor, Tensor]:
+        """Results [rows, heads, dim] and log-sum-exp [rows, heads] of each row over its own page."""
+        if self.use_kernel and window is None:
+            grouped = query.shape[1] != kv.shape[2]
+            output, log_total = self._by_kernel(
+                query, kv, plan.cu_rows, plan, plan.sizes.group_rows, window_size=(-1, 0), enable_gqa=grouped
             )
             return output, log_total.transpose(0, 1)
         rows = Rows.of(query, plan)
@@ -80,35 +88,18 @@ class PagedAttention:
         return rows.back(own[0]).to(query.dtype), rows.back(own[1])
 
     def _earlier_pages(
-        self,
-        query: Tensor,
-        kv: Tensor,
-        plan: DevicePlan,
-        wave: Wave,
-        window: int | None,
-        use_kernel: bool,
-        joined: Tensor,
-        log_total: Tensor,
+        self, query: Tensor, kv: Tensor, plan: DevicePlan, wave: Wave, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """`joined` and `log_total` with what one wave of pages adds."""
+        """Results [pages, rows, heads, dim] and log-sum-exp [pages, rows, heads] of each row over one wave of pages."""
         rows, heads, dim = query.shape
         pages, kv_heads = plan.sizes.pages, kv.shape[2]
         shared = heads // kv_heads
         used = wave.used.view(pages, -1)[:, plan.group_of_row]  # [pages, rows]
-        if use_kernel:
+        if self.use_kernel and window is None:
             # Query heads that share keys become rows of one query: nothing is masked by row here.
             packed = query.view(rows, kv_heads, shared, dim).transpose(1, 2).reshape(rows * shared, kv_heads, dim)
-            output, lse = self._kernel(
-                packed.repeat(pages, 1, 1),
-                kv[0],
-                kv[1],
-                wave.cu_rows * shared,
-                wave.cu_keys,
-                max(2, plan.sizes.group_rows * shared),
-                PAGE_SLOTS,
-                return_aux=AuxRequest(lse=True),
-                scale=self._scaling,
-                seqused_k=wave.used,
+            output, lse = self._by_kernel(
+                packed.repeat(pages, 1, 1), kv, wave.cu_rows * shared, wave, plan.sizes.group_rows * shared
             )
             output = output.view(pages, rows, shared, kv_heads, dim).transpose(2, 3).reshape(pages, rows, heads, dim)
             lse = lse.view(kv_heads, pages, rows, shared).permute(1, 2, 0, 3).reshape(pages, rows, heads)
@@ -121,8 +112,7 @@ class PagedAttention:
                 part = plain_pages(grouped, kv, starts[page], first, lengths[page], window, self._scaling)
                 parts.append((grouped.back(part[0]), grouped.back(part[1])))
             output, lse = torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts])
-        lse = lse.masked_fill((used == 0)[:, :, None], -torch.inf)
-        return join(torch.cat((joined[None], output.to(joined.dtype))), torch.cat((log_total[None], lse)))
+        return output, lse.masked_fill((used == 0)[:, :, None], -torch.inf)
 
 
 def join(outputs: Tensor, log_totals: Tensor) -> tuple[Tensor, Tensor]:

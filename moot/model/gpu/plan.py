@@ -11,16 +11,19 @@ Sizes are rounded up to few values, so that recorded graphs fit many steps. Padd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moot.core.errors import NoCapacity
 from moot.model.cache.contiguous import PAGE_SLOTS, round_up
 from moot.model.cache.kv_cache import Pending, is_chain, paths
-from moot.model.gpu.pool import PagedCache, PagedPool, Scratch
+from moot.model.gpu.pool import PagedCache, PagedPool
+from moot.model.inputs import CheckedInput
 
 WAVE_PAGES = 16
 """Pages before its own that a row attends to at once; more are taken in waves of this many."""
@@ -45,10 +48,10 @@ class Sizes:
 class Wave:
     """Attention to pages before the rows' own: sequence p * groups + g is group g against the wave's page p."""
 
+    first_page: int
     cu_rows: Tensor  # int32 [pages * groups + 1], in rows of the step repeated per page
     cu_keys: Tensor  # int32 [pages * groups + 1], first slot of the page; the last entry means nothing
     used: Tensor  # int32 [pages * groups], 512 or 0
-    first_page: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class DevicePlan:
     """A step's layout as views of the uploaded integers. int64, except what the attention kernel reads (int32)."""
 
     sizes: Sizes
+    waves: tuple[Wave, ...]
     token_ids: Tensor  # [rows]
     positions: Tensor  # [rows]
     slots: Tensor  # [rows], where keys and values go
@@ -67,7 +71,6 @@ class DevicePlan:
     cu_keys: Tensor  # int32 [groups + 1], first slot of the group's own page; the last entry means nothing
     used: Tensor  # int32 [groups]
     first_position: Tensor  # [groups], position of the first slot of the group's own page
-    waves: tuple[Wave, ...]
 
 
 @dataclass(slots=True)
@@ -79,117 +82,102 @@ class _Group:
     """First slot of page 0, 1, ... up to the rows' own page."""
 
 
-@dataclass(slots=True)
-class HostPlan:
-    """What `Planner.add` collects. `row_of[i][j]`: row of the step that token j of request i has."""
-
-    token_ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    groups: list[_Group] = field(default_factory=list)
-    copies: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    logit_rows: list[int] = field(default_factory=list)
-
-
 class Planner:
     """Lays out one step. `row_multiple`: the number of rows is rounded up to a multiple of it."""
 
     def __init__(self, pool: PagedPool, row_multiple: int = 1) -> None:
         self._pool = pool
-        self._scratch = Scratch(pool)
+        self._next_scratch = pool.scratch_start
         self._row_multiple = row_multiple
-        self.host = HostPlan()
+        self.token_ids: list[int] = []
+        self._positions: list[int] = []
+        self._slots: list[int] = []
+        self._groups: list[_Group] = []
+        self._copies: list[tuple[np.ndarray, np.ndarray]] = []
+        """Slots to copy from and to, before the step attends."""
+        self._logit_rows: list[int] = []
 
-    def add(
-        self,
-        cache: PagedCache,
-        token_ids: Sequence[int],
-        parents: Sequence[int],
-        depths: Sequence[int],
-        logit_rows: Sequence[int],
-    ) -> None:
+    def add(self, item: CheckedInput[PagedCache]) -> None:
         """Lay out one request's tokens and make them the cache's pending ones. The cache has room for all of them."""
-        host, length = self.host, cache.length
-        cache.pending = Pending(parents, None)
-        slots = cache.slots(length, length + len(token_ids))
+        cache, length = item.cache, item.cache.length
+        cache.pending = Pending(item.parents, None)
+        slots = cache.slots(length, length + len(item.token_ids))
+        positions = [length + depth for depth in item.depths]
         row_of: dict[int, int] = {}
-        groups = self._chain(cache, len(token_ids)) if is_chain(depths) else self._tree(cache, parents, depths, slots)
-        for group in groups:
+        for group in self._chain(cache, positions) if is_chain(item.depths) else self._tree(item, positions, slots):
             for node in group.rows:
-                row_of[node] = len(host.token_ids)
-                host.token_ids.append(token_ids[node])
-                host.positions.append(length + depths[node])
-                host.slots.append(int(slots[node]))
-            host.groups.append(group)
-        host.logit_rows += [row_of[row] for row in logit_rows]
+                row_of[node] = len(self.token_ids)
+                self.token_ids.append(item.token_ids[node])
+                self._positions.append(positions[node])
+                self._slots.append(int(slots[node]))
+            self._groups.append(group)
+        self._logit_rows += [row_of[row] for row in item.logit_rows]
 
-    def _chain(self, cache: PagedCache, count: int) -> Iterator[_Group]:
+    def _chain(self, cache: PagedCache, positions: Sequence[int]) -> Iterator[_Group]:
         starts = [page * PAGE_SLOTS for page in cache.pages]
-        for page, rows in _by_page(range(count), [cache.length + index for index in range(count)]):
-            yield _Group(rows, cache.length + rows[0], starts[: page + 1])
+        for page, rows in _by_page(range(len(positions)), positions):
+            yield _Group(rows, positions[rows[0]], starts[: page + 1])
 
-    def _tree(
-        self, cache: PagedCache, parents: Sequence[int], depths: Sequence[int], slots: np.ndarray
-    ) -> Iterator[_Group]:
-        length, first_touched = cache.length, cache.length // PAGE_SLOTS
+    def _tree(self, item: CheckedInput[PagedCache], positions: Sequence[int], slots: np.ndarray) -> Iterator[_Group]:
+        cache, length, first_touched = item.cache, item.cache.length, item.cache.length // PAGE_SLOTS
         starts = [page * PAGE_SLOTS for page in cache.pages[:first_touched]]
-        for path, new in paths(parents):
+        for path, new in paths(item.parents):
             touched: list[int] = []
-            for page in range(first_touched, (length + depths[path[-1]]) // PAGE_SLOTS + 1):
+            for page in range(first_touched, positions[path[-1]] // PAGE_SLOTS + 1):
                 begin, end = page * PAGE_SLOTS, min((page + 1) * PAGE_SLOTS, length + len(path))
                 committed = cache.slots(begin, max(begin, min(end, length)))
                 own = slots[path[max(0, begin - length) : max(0, end - length)]]
                 sources = np.concatenate((committed, own))
-                touched.append(self._scratch.take(len(sources)))
-                self.host.copies.append((sources, np.arange(touched[-1], touched[-1] + len(sources))))
-            for page, rows in _by_page(new, [length + depths[node] for node in new]):
-                pages = [*starts, *touched[: page - first_touched + 1]]
-                yield _Group(rows, length + depths[rows[0]], pages)
+                touched.append(self._take_scratch(len(sources)))
+                self._copies.append((sources, np.arange(touched[-1], self._next_scratch)))
+            for page, rows in _by_page(new, positions):
+                yield _Group(rows, positions[rows[0]], [*starts, *touched[: page - first_touched + 1]])
+
+    def _take_scratch(self, num_slots: int) -> int:
+        """First of `num_slots` slots in a row of the scratch area. Raises NoCapacity."""
+        first, self._next_scratch = self._next_scratch, self._next_scratch + num_slots
+        if self._next_scratch > self._pool.trash:
+            raise NoCapacity("the trees of one step need more scratch slots than there are")
+        return first
 
     def finish(self, exact: bool) -> tuple[Sizes, np.ndarray]:
         """The sizes and the integers to upload. `exact`: round nothing up, for steps that no graph is kept for."""
-        host, count = self.host, len(self.host.token_ids)
-        copies = sum(len(sources) for sources, _ in host.copies)
-        most_pages = max(len(group.page_starts) - 1 for group in host.groups)
-        waves = -(-most_pages // WAVE_PAGES)
-        pages = min(most_pages, WAVE_PAGES)
-        # One group more than there are: it takes the padding rows.
-        most_rows = max(len(group.rows) for group in host.groups)
-        sizes = Sizes(count, len(host.groups) + 1, most_rows, pages, waves, copies, len(host.logit_rows))
-        if not exact:
-            sizes = Sizes(
-                _round_rows(count),
-                _power(sizes.groups),
-                _power(most_rows),
-                _power(pages),
-                waves,
-                _power(copies),
-                _round_rows(sizes.logit_rows),
-            )
-        sizes = replace(sizes, rows=round_up(sizes.rows, self._row_multiple))
+        rows: Callable[[int], int] = int if exact else _round_rows
+        power: Callable[[int], int] = int if exact else _power
+        most_pages = max(len(group.page_starts) - 1 for group in self._groups)
+        sizes = Sizes(
+            rows=round_up(rows(len(self.token_ids)), self._row_multiple),
+            # One group more than there are: it takes the padding rows.
+            groups=power(len(self._groups) + 1),
+            group_rows=power(max(len(group.rows) for group in self._groups)),
+            pages=power(min(most_pages, WAVE_PAGES)),
+            waves=-(-most_pages // WAVE_PAGES),
+            copies=power(sum(len(sources) for sources, _ in self._copies)),
+            logit_rows=rows(len(self._logit_rows)),
+        )
         return sizes, self._pack(sizes)
 
     def _pack(self, sizes: Sizes) -> np.ndarray:
-        host, trash = self.host, self._pool.trash
-        counts = [len(group.rows) for group in host.groups]
+        trash = self._pool.trash
+        counts = [len(group.rows) for group in self._groups]
         counts.append(sizes.rows - sum(counts))
         counts += [0] * (sizes.groups - len(counts))
         boundaries = np.concatenate(([0], np.cumsum(counts)))
         own = np.full((3, sizes.groups), [[trash], [1], [0]], dtype=np.int64)
-        for index, group in enumerate(host.groups):
+        for index, group in enumerate(self._groups):
             own[:, index] = (
                 group.page_starts[-1],
                 group.first_position % PAGE_SLOTS + len(group.rows),
                 group.first_position // PAGE_SLOTS * PAGE_SLOTS,
             )
         parts = [
-            _padded(host.token_ids, sizes.rows, 0),
-            _padded(host.positions, sizes.rows, 0),
-            _padded(host.slots, sizes.rows, trash),
+            _padded(self.token_ids, sizes.rows, 0),
+            _padded(self._positions, sizes.rows, 0),
+            _padded(self._slots, sizes.rows, trash),
             np.repeat(np.arange(sizes.groups), counts),
-            _padded(host.logit_rows, sizes.logit_rows, 0),
-            _padded([slot for sources, _ in host.copies for slot in sources], sizes.copies, trash),
-            _padded([slot for _, targets in host.copies for slot in targets], sizes.copies, trash),
+            _padded(self._logit_rows, sizes.logit_rows, 0),
+            _padded([slot for sources, _ in self._copies for slot in sources], sizes.copies, trash),
+            _padded([slot for _, targets in self._copies for slot in targets], sizes.copies, trash),
             boundaries,
             np.append(own[0], 0),
             own[1],
@@ -198,7 +186,7 @@ class Planner:
         for wave in range(sizes.waves):
             starts = np.full((sizes.pages, sizes.groups), trash, dtype=np.int64)
             used = np.zeros((sizes.pages, sizes.groups), dtype=np.int64)
-            for index, group in enumerate(host.groups):
+            for index, group in enumerate(self._groups):
                 earlier = group.page_starts[wave * WAVE_PAGES : -1][: sizes.pages]
                 starts[: len(earlier), index] = earlier
                 used[: len(earlier), index] = PAGE_SLOTS
@@ -213,51 +201,19 @@ class Planner:
 
 def unpack(sizes: Sizes, packed: Tensor) -> DevicePlan:
     """Views of `packed` (int64, on the device); the kernel's own arguments are cast."""
-    at = 0
-
-    def next_part(count: int) -> Tensor:
-        nonlocal at
-        at += count
-        return packed[at - count : at]
-
-    rows, groups, pairs = sizes.rows, sizes.groups, sizes.pages * sizes.groups
-    token_ids, positions, slots, group_of_row = (next_part(rows) for _ in range(4))
-    logit_rows, copy_from, copy_to = next_part(sizes.logit_rows), next_part(sizes.copies), next_part(sizes.copies)
-    cu_rows, cu_keys, used = (next_part(count).to(torch.int32) for count in (groups + 1, groups + 1, groups))
-    first_position = next_part(groups)
-    waves = []
-    for wave in range(sizes.waves):
-        parts = [next_part(count).to(torch.int32) for count in (pairs + 1, pairs + 1, pairs)]
-        waves.append(Wave(parts[0], parts[1], parts[2], wave * WAVE_PAGES))
-    return DevicePlan(
-        sizes,
-        token_ids,
-        positions,
-        slots,
-        group_of_row,
-        logit_rows,
-        copy_from,
-        copy_to,
-        cu_rows,
-        cu_keys,
-        used,
-        first_position,
-        tuple(waves),
-    )
+    groups, pairs = sizes.groups, sizes.pages * sizes.groups
+    own = [*[sizes.rows] * 4, sizes.logit_rows, *[sizes.copies] * 2, groups + 1, groups + 1, groups, groups]
+    parts = list(packed.split([*own, *[pairs + 1, pairs + 1, pairs] * sizes.waves]))
+    for at in (7, 8, 9, *range(11, len(parts))):
+        parts[at] = parts[at].to(torch.int32)
+    waves = [Wave(wave * WAVE_PAGES, *parts[11 + 3 * wave : 14 + 3 * wave]) for wave in range(sizes.waves)]
+    return DevicePlan(sizes, tuple(waves), *parts[:11])
 
 
 def _by_page(nodes: Sequence[int], positions: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Consecutive nodes of one page each, with the page's index."""
-    rows: list[int] = []
-    page = -1
-    for node, position in zip(nodes, positions, strict=True):
-        if rows and position // PAGE_SLOTS != page:
-            yield page, rows
-            rows = []
-        page = position // PAGE_SLOTS
-        rows.append(node)
-    if rows:
-        yield page, rows
+    """Consecutive nodes of one page each, with the page's index. `positions`: of all nodes."""
+    for page, found in groupby(nodes, lambda node: positions[node] // PAGE_SLOTS):
+        yield page, list(found)
 
 
 def _padded(values: Sequence[int] | np.ndarray, size: int, filler: int) -> np.ndarray:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moot.core.errors import NoCapacity
 from moot.model.cache.contiguous import PAGE_SLOTS, KvPool, KvShape, round_up
 from moot.model.cache.kv_cache import KvCache, Pending
 
@@ -142,17 +141,3 @@ class PagedCache(KvCache):
         self.pages = []
         self.length = 0
         self.pending = None
-
-
-class Scratch:
-    """Hands out the scratch area of one step from its beginning."""
-
-    def __init__(self, pool: PagedPool) -> None:
-        self._next, self._end = pool.scratch_start, pool.scratch_start + pool.scratch_slots
-
-    def take(self, num_slots: int) -> int:
-        """First of `num_slots` slots in a row. Raises NoCapacity."""
-        if self._next + num_slots > self._end:
-            raise NoCapacity("the trees of one step need more scratch slots than there are")
-        self._next += num_slots
-        return self._next - num_slots

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moot.model.cache.contiguous import KvShape
+from moot.model.sampling.logits import joined
 
 _KINDS = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -135,20 +135,9 @@ def _whole_or_parts(parent: Any, whole: str, parts: Sequence[str]) -> LinearWeig
 
 def _joined(modules: Sequence[Any]) -> LinearWeights:
     """Layers with the same input as one product. Biases are zeros for those that have none, unless none has one."""
-    weight = _side_by_side([module.weight.detach() for module in modules])
+    weight = joined([module.weight.detach() for module in modules])
     if all(module.bias is None for module in modules):
         return LinearWeights(weight, None)
     none = [weight.new_zeros(module.out_features) for module in modules]
     given = [zeros if one.bias is None else one.bias.detach() for one, zeros in zip(modules, none, strict=True)]
-    return LinearWeights(weight, _side_by_side(given))
-
-
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """The parts as one, without a copy where they already lie so."""
-    first, end = parts[0], parts[0].storage_offset()
-    for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or part.storage_offset() != end or not part.is_contiguous():
-            return torch.cat(list(parts))
-        end += part.numel()
-    return first.as_strided((sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride())
+    return LinearWeights(weight, joined(given))

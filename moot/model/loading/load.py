@@ -26,12 +26,7 @@ from moot.model.loading.drivable import prove_drivable
 from moot.shipped import cache_dir
 from moot.tokenizer import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16")
 """Instructions with which products in bfloat16 are faster than in float32. Others may have such, too (ARM's `bf16`):
@@ -51,23 +46,20 @@ def choose_device(device: str) -> torch.device:
 def choose_dtype(
     dtype: str, device: torch.device, stored: torch.dtype | None = None, features: Mapping[str, object] | None = None
 ) -> torch.dtype:
-    """The number format to load in. `stored`: what the model's config says its weights are; None: nothing. `features`:
-    of the CPU, as torch names them; None: those of this one. Raises ConfigError for an unknown name."""
+    """The number format to load in; auto on a CPU: bfloat16 where it multiplies such numbers, else float32. `stored`:
+    what the model's config says its weights are; None: nothing. `features`: of the CPU, as torch names them; None:
+    those of this one. Raises ConfigError for an unknown name."""
     if dtype in DTYPES:
         return DTYPES[dtype]
     if dtype != "auto":
         raise ConfigError(f"dtype {dtype} is not auto, {', '.join(DTYPES)}")
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return cpu_dtype(torch.cpu.get_capabilities() if features is None else features, stored)
-
-
-def cpu_dtype(features: Mapping[str, object], stored: torch.dtype | None) -> torch.dtype:
-    """The format that `auto` means on a CPU: bfloat16 where it multiplies such numbers, else float32. A pure function,
-    no measurement: verifiers that start under different load must not compute different texts. A model that stores
-    float64 has a reason to, so that this stays."""
+    # By what the CPU can do, never by a measurement: verifiers that start under different load must not compute
+    # different texts. A model that stores float64 has a reason to.
     if stored is torch.float64:
         return torch.float64
+    features = torch.cpu.get_capabilities() if features is None else features
     return torch.bfloat16 if any(features.get(name) is True for name in BFLOAT16_FEATURES) else torch.float32
 
 
@@ -150,7 +142,8 @@ def load_model(
         context_limit=limit,
         end_token_ids=_end_token_ids(model, tokenizer),
     )
-    return LoadedModel(model, tokenizer, info, shape, heads, num_embeddings, num_logits, _selects_rows(model), decoder)
+    selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return LoadedModel(model, tokenizer, info, shape, heads, num_embeddings, num_logits, selects_rows, decoder)
 
 
 def _read_config(name: str, revision: str | None) -> Any:
@@ -178,10 +171,6 @@ def _load_weights(name: str, config: Any, dtype: torch.dtype, revision: str | No
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelRefused(f"{name}: {kind} cannot be loaded: {error}") from error
-
-
-def _selects_rows(model: Any) -> bool:
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def _kv_shape(name: str, model: Any, dtype: torch.dtype, device: torch.device) -> KvShape:

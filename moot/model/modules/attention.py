@@ -109,13 +109,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, arguments: A
 
 def _store(segment: Segment, slots: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor | None:
     """Write the segment's keys and values [tokens, kv_heads, dim] to where its pending tokens lie."""
-    pending = segment.cache.pending
-    if pending is None or pending.tree_kv is None:
+    if segment.tree_kv is None:
         first = segment.cache.length
         slots[0, first : first + segment.count] = keys
         slots[1, first : first + segment.count] = values
         return None
-    tree_kv = pending.tree_kv[layer]
+    tree_kv = segment.tree_kv[layer]
     tree_kv[0] = keys
     tree_kv[1] = values
     return tree_kv

@@ -21,6 +21,7 @@ from moot.core.history import History, HistoryOnPath
 from moot.core.noise import position_key
 from moot.core.sampling import MASKED, weight_bits
 from moot.core.types import SamplingParams, TokenLogprobs
+from moot.model.gpu.pool import upload
 from moot.model.sampling.logits import first_highest_rows, gumbel_rows
 from moot.model.sampling.sampler import Sampler
 
@@ -57,24 +58,26 @@ class Drawn:
 
 @dataclass(slots=True)
 class _Sparse:
-    """Entries of rows that processing changes: row, id and value of each."""
+    """Entries of rows that processing changes: row, id (below `vocab_size`) and value of each."""
 
+    vocab_size: int
     rows: list[int] = field(default_factory=list)
     ids: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray] = field(default_factory=list)
 
-    def add(self, row: int, ids: np.ndarray, values: np.ndarray, vocab_size: int) -> None:
-        attached = (ids >= 0) & (ids < vocab_size)
+    def add(self, row: int, token_ids: Sequence[int], values: Sequence[float] | None = None) -> None:
+        ids = np.array(token_ids, dtype=np.int64)
+        attached = (ids >= 0) & (ids < self.vocab_size)
         self.rows += [row] * int(attached.sum())
         self.ids.append(ids[attached])
-        self.values.append(values[attached])
+        self.values.append((np.zeros(len(ids)) if values is None else np.array(values, dtype=np.float64))[attached])
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Rows and ids (int64) and values (float64)."""
         ids = np.concatenate(self.ids) if self.ids else np.zeros(0, np.int64)
         values = np.concatenate(self.values) if self.values else np.zeros(0)
-        index = _upload(np.stack((np.array(self.rows, np.int64), ids.astype(np.int64))), device)
-        return index[0], index[1], _upload(values.astype(np.float64), device)
+        index = upload(np.stack((np.array(self.rows, np.int64), ids)), device)
+        return index[0], index[1], upload(values, device)
 
 
 class BatchSampler:
@@ -133,7 +136,7 @@ class BatchSampler:
         states = torch.empty_like(ids)
         chunks = [others[start : start + ROWS_AT_ONCE] for start in range(0, len(others), ROWS_AT_ONCE)]
         for indices in [*([plain] if plain else []), *chunks]:
-            index = _upload(np.array(indices, dtype=np.int64), rows.device)
+            index = upload(np.array(indices, dtype=np.int64), rows.device)
             own = rows.index_select(0, index)
             found = self._greedy(own) if indices is plain else self._processed(own, [specs[one] for one in indices])
             ids.index_copy_(0, index, found[0])
@@ -162,10 +165,10 @@ class BatchSampler:
                 for spec in specs
             ]
         )
-        temperature, lowest, top_p = _upload(numbers.T.copy(), device)[:, :, None]
+        temperature, lowest, top_p = upload(numbers.T.copy(), device)[:, :, None]
         keys = [position_key(spec.params.seed, spec.position) for spec in specs]
         flags = [(*key, spec.params.top_k, spec.params.is_greedy) for key, spec in zip(keys, specs, strict=True)]
-        low, high, top_k, is_greedy = _upload(np.array(flags, dtype=np.int64).T.copy(), device)
+        low, high, top_k, is_greedy = upload(np.array(flags, dtype=np.int64).T.copy(), device)
         greedy_ids = first_highest_rows(rows)
         if all(spec.params.is_greedy for spec in specs):
             return greedy_ids, torch.where(finite, _FINE, _POISONED)
@@ -187,36 +190,32 @@ class BatchSampler:
 
     def _process(self, rows: Tensor, specs: Sequence[RowSpec]) -> Tensor:
         """Apply bias, allowed ids, penalties and min_tokens, in this order, in place on float64 [rows, vocab]."""
-        device, size = rows.device, self._vocab_size
-        biases, allowed, counts, banned = _Sparse(), _Sparse(), _Sparse(), _Sparse()
+        device = rows.device
+        biases, allowed, counts, banned = (_Sparse(self._vocab_size) for _ in range(4))
         rates: list[tuple[float, float, float]] = []
         for row, spec in enumerate(specs):
             params = spec.params
             if params.logit_bias:
-                biased = np.array(list(params.logit_bias), dtype=np.int64)
-                biases.add(row, biased, np.array(list(params.logit_bias.values()), dtype=np.float64), size)
+                biases.add(row, list(params.logit_bias), list(params.logit_bias.values()))
             if params.allowed_token_ids is not None:
-                free_ids = np.array(sorted(params.allowed_token_ids), dtype=np.int64)
-                allowed.add(row, free_ids, np.zeros(len(free_ids)), size)
+                allowed.add(row, list(params.allowed_token_ids))
             if params.has_penalties:
-                seen, output_counts = (np.array(part, dtype=np.int64) for part in spec.history.seen())
-                counts.add(row, seen, output_counts.astype(np.float64), size)
+                counts.add(row, *spec.history.seen())
             rates.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
             if spec.history.num_output < params.min_tokens:
-                ending = np.array(sorted(params.ending_token_ids(self._sampler.end_token_ids)), dtype=np.int64)
-                banned.add(row, ending, np.zeros(len(ending)), size)
+                banned.add(row, list(params.ending_token_ids(self._sampler.end_token_ids)))
         if biases.rows:
             at, ids, values = biases.on(device)
             rows[at, ids] += values
         if any(spec.params.allowed_token_ids is not None for spec in specs):
             free = np.array([spec.params.allowed_token_ids is None for spec in specs])
-            kept = _upload(free, device)[:, None].expand(rows.shape).contiguous()
+            kept = upload(free, device)[:, None].expand(rows.shape).contiguous()
             at, ids, _ = allowed.on(device)
             kept[at, ids] = True
             rows.masked_fill_(~kept, MASKED)
         if counts.rows:
             at, ids, times = counts.on(device)
-            repetition, frequency, presence = _upload(np.array(rates).T.copy(), device)[:, at]
+            repetition, frequency, presence = upload(np.array(rates).T.copy(), device)[:, at]
             old = rows[at, ids]
             new = torch.where(old > 0, old / repetition, old * repetition)
             # Each operation rounds by itself, as in the reference: nothing may contract them.
@@ -289,8 +288,3 @@ def _drawn(token: int, spec: RowSpec, extra: Tensor, width: int) -> Drawn:
     if spec.num_top is not None:
         logprobs = TokenLogprobs(logprob, rank, tuple(zip(ids, values, strict=True))[: spec.num_top])
     return Drawn(token, logprobs, tuple(ids[: spec.num_candidates]))
-
-
-def _upload(values: np.ndarray, device: torch.device) -> Tensor:
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -41,16 +41,12 @@ def _mixed(word: Tensor, high: int | Tensor) -> Tensor:
 
 def gumbel(seed: int, position: int, token_ids: Tensor) -> Tensor:
     """G(seed, position, id) of `token_ids` (int64) in float64, within 2 ulp (of max(1, |G|)) of the reference."""
-    return _gumbel_of(hash32(seed, position, token_ids))
+    return gumbel_rows(*position_key(seed, position), token_ids)
 
 
-def gumbel_rows(low: Tensor, high: Tensor, token_ids: Tensor) -> Tensor:
+def gumbel_rows(low: int | Tensor, high: int | Tensor, token_ids: Tensor) -> Tensor:
     """`gumbel` with a key per row: int64 [rows, 1] each, the two words of `position_key`; ids [rows or 1, n]."""
-    return _gumbel_of(_mixed(token_ids ^ low, high))
-
-
-def _gumbel_of(hashes: Tensor) -> Tensor:
-    uniform = hashes.to(torch.float64).add_(0.5).mul_(2.0**-32)
+    uniform = _mixed(token_ids ^ low, high).to(torch.float64).add_(0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_()
 
 
@@ -189,14 +185,14 @@ def first_highest_rows(rows: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """All rows of `parts`, each [rows, n] of one dtype; a view of them where they follow one another in memory."""
+    """All rows of `parts`, each [rows, ...] of one dtype; a view of them where they follow one another in memory."""
     first, total = parts[0], sum(part.shape[0] for part in parts)
     storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
     for part in parts:
         if not part.is_contiguous() or part.untyped_storage().data_ptr() != storage or part.storage_offset() != offset:
             return torch.cat(list(parts))
         offset += part.numel()
-    return first.as_strided((total, first.shape[1]), (first.shape[1], 1))
+    return first.as_strided((total, *first.shape[1:]), (first.shape[1:].numel(), *first.stride()[1:]))
 
 
 def only(row: Tensor, allowed: Tensor) -> Tensor:

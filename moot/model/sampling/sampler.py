@@ -74,6 +74,16 @@ SCREEN_SLACK = 1e-4
 MAX_CACHED_ID_SETS = 64
 
 
+def has_rules(params: SamplingParams, num_output: int) -> bool:
+    """Whether a row is processed before temperature."""
+    return (
+        bool(params.logit_bias)
+        or params.allowed_token_ids is not None
+        or params.has_penalties
+        or num_output < params.min_tokens
+    )
+
+
 class Sampler:
     """Samples from rows of logits of one model. Holds no state of any request; not thread-safe.
 
@@ -89,18 +99,10 @@ class Sampler:
 
     def needs_row(self, params: SamplingParams, num_output: int) -> bool:
         """Whether a token must come from `sample`: false where it is the highest raw logit (`greedy_rows`)."""
-        return (
-            not params.is_greedy
-            or bool(params.logit_bias)
-            or params.allowed_token_ids is not None
-            or params.has_penalties
-            or num_output < params.min_tokens
-        )
+        return not params.is_greedy or has_rules(params, num_output)
 
     def greedy_rows(self, logits: Tensor) -> list[int | None]:
         """For each row of `logits` [rows, vocab_padded] the lowest id of its highest logit, None for a poisoned row."""
-        if logits.shape[0] == 0:
-            return []
         rows = logits[:, : self.vocab_size]
         ids = first_highest_rows(rows)
         finite = rows.gather(1, ids[:, None])[:, 0].isfinite()
@@ -113,14 +115,12 @@ class Sampler:
         params: SamplingParams,
         position: int,
         history: History | HistoryOnPath,
-        grammar_mask: Tensor | None = None,
     ) -> int:
         """The token at absolute `position`, from one row [vocab_padded].
 
         `history` holds prompt, committed output and the draft tokens before this position on this path.
-        `grammar_mask`: bool [vocab_size], true for the ids a grammar allows here.
         """
-        row = self._processed(logits, params, history, grammar_mask)
+        row = self._processed(logits, params, history)
         return self._choose(row, params, position, params.temperature)
 
     def draft_token(
@@ -136,7 +136,7 @@ class Sampler:
         Without `history` penalties and min_tokens are left out. `sharpen` multiplies the logits after processing
         (divides the temperature): above 1 helps weak drafters. The target's text depends on none of this.
         """
-        row = self._processed(logits, params, history, None)
+        row = self._processed(logits, params, history)
         return self._choose(row, params, position, params.temperature / sharpen)
 
     def draft_scores(
@@ -149,7 +149,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The scores that `draft_token` chooses from, for drafters that go on with several: ids (int64 ascending),
         their scaled logits, and the scores whose highest it takes; each [n]. Greedy: both are the processed logits."""
-        row = self._processed(logits, params, history, None)
+        row = self._processed(logits, params, history)
         highest = _highest(row)
         if params.is_greedy:
             return self._all_ids(row.device), row, row
@@ -163,13 +163,12 @@ class Sampler:
         logits: Tensor,
         params: Sequence[SamplingParams],
         positions: Sequence[int],
-        histories: Sequence[History | HistoryOnPath] | None = None,
+        histories: Sequence[History | HistoryOnPath | None],
         sharpen: float = 1.0,
     ) -> list[int | None]:
         """`draft_token` for each row [rows, vocab_padded], of one request each; None for a poisoned row."""
         result = self.greedy_rows(logits)
-        for index, (row_params, position) in enumerate(zip(params, positions, strict=True)):
-            history = None if histories is None else histories[index]
+        for index, (row_params, position, history) in enumerate(zip(params, positions, histories, strict=True)):
             if result[index] is None or not self.needs_row(row_params, 0 if history is None else history.num_output):
                 continue
             try:
@@ -202,13 +201,7 @@ class Sampler:
         chosen: list[float] = (rows.gather(1, ids)[:, 0] - rows.logsumexp(dim=1)).exp().tolist()
         return chosen
 
-    def _processed(
-        self,
-        logits: Tensor,
-        params: SamplingParams,
-        history: History | HistoryOnPath | None,
-        grammar_mask: Tensor | None,
-    ) -> Tensor:
+    def _processed(self, logits: Tensor, params: SamplingParams, history: History | HistoryOnPath | None) -> Tensor:
         """The row after everything before temperature; float64 where anything changed, else as it came."""
         raw = logits[: self.vocab_size]
         _highest(raw)
@@ -221,8 +214,6 @@ class Sampler:
         if history is not None and params.has_penalties:
             row = row.to(torch.float64, copy=True)
             add_penalties(row, params, history)
-        if grammar_mask is not None:
-            row = row.masked_fill(~grammar_mask, MASKED)
         if history is not None and history.num_output < params.min_tokens:
             ending = self._id_tensor(params.ending_token_ids(self.end_token_ids), row.device)
             row = row.index_fill(0, ending, MASKED)

@@ -1,7 +1,7 @@
 """Admission: how many choices may be in flight and how many tokens may wait, per caller (429) and over all (503).
 
 Nothing waits here: a refusal is immediate, and says when to come again. `TokenQueue` bounds the tokens of accepted
-choices that no verifier has begun yet, over all and per caller; `ServiceRate` is how fast they go.
+choices that no verifier has begun yet, over all and per caller; a `CallerLoad` measures how fast they go.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
 
 from moot.core.errors import Draining, NoCapacity, RateLimited
 from moot.runtime.metrics import Metrics
@@ -27,65 +25,65 @@ _RESUMES_BELOW = 0.5
 """Of the level at which drafting stops: between the two nothing changes, so that it does not flicker."""
 
 
-class ServiceRate:
-    """The rate of service: amounts per second of the time in which requests waited, fading. No clock: durations are
-    arguments."""
+class CallerLoad:
+    """What callers have under way, in an amount of one kind, and how fast it goes: amounts per second of the time in
+    which there was any, fading."""
 
-    def __init__(self, memory_s: float = _MEMORY_S) -> None:
-        self._memory_s = memory_s
-        self._amount = 0.0
-        self._seconds = 0.0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.of_callers: Counter[str] = Counter()
+        self.total = 0
+        self._served = self._seconds = 0.0
+        self._clock = clock
+        self._seen = clock()
 
-    def wait(self, seconds: float) -> None:
-        """Note that requests have waited for so long."""
-        fade = math.exp(-seconds / self._memory_s)
-        self._amount *= fade
-        self._seconds = self._seconds * fade + seconds
+    def add(self, caller: str, amount: int) -> None:
+        self._note_time()
+        self.total += amount
+        self.of_callers[caller] += amount
 
-    def serve(self, amount: float) -> None:
-        self._amount += amount
+    def serve(self, caller: str, amount: int) -> None:
+        """Note that so much of a caller's is done, or given up."""
+        self.add(caller, -amount)
+        self._served += amount
+        if self.of_callers[caller] <= 0:
+            del self.of_callers[caller]
 
-    def seconds_for(self, amount: float) -> float | None:
-        """Seconds that serving so much would take; None while nothing was served yet."""
-        return amount * self._seconds / self._amount if self._amount > 0 else None
+    def retry_after_s(self, amount: float | None, otherwise: float) -> float:
+        """Seconds to send a caller away for: until so much is served, within bounds. `otherwise`: where nothing was, or
+        `amount` is not known."""
+        self._note_time()
+        if amount is not None and self._served > 0:
+            otherwise = amount * self._seconds / self._served
+        return min(max(otherwise, 1.0), MOST_RETRY_S)
 
-
-def bounded_retry_s(estimate: float | None, otherwise: float) -> float:
-    """Seconds to send a caller away for: the estimate within its bounds, `otherwise` where there is none."""
-    return min(max(otherwise if estimate is None else estimate, 1.0), MOST_RETRY_S)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueLimits:
-    """Limits of the queue, in tokens: prompt plus `max_tokens` of each choice. `shed_share`: part of `max_tokens` that
-    may wait until drafting stops; 1: it never does."""
-
-    max_tokens: int
-    max_tokens_per_caller: int
-    shed_share: float
-    retry_after_s: float
-    """Told while nothing was served yet."""
+    def _note_time(self) -> None:
+        now = self._clock()
+        if self.total > 0:
+            fade = math.exp((self._seen - now) / _MEMORY_S)
+            self._served *= fade
+            self._seconds = self._seconds * fade + now - self._seen
+        self._seen = now
 
 
 class TokenQueue:
-    """The tokens of accepted choices that wait for a verifier. Of one event loop. `on_change` is called after every
-    change of `num_tokens`."""
+    """The tokens of accepted choices that wait for a verifier, prompt plus `max_tokens` of each. Of one event loop.
+    `on_change` is called after every change of `num_tokens`."""
 
     def __init__(
         self,
-        limits: QueueLimits,
+        settings: HttpSettings,
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limits = limits
-        self.num_tokens = 0
+        self._settings = settings
+        self._load = CallerLoad(clock)
+        self._on_change = on_change
         self.is_shedding = False
         """Whether so much waits that drafting should stop."""
-        self._per_caller: Counter[str] = Counter()
-        self._rate = ServiceRate()
-        self._on_change = on_change
-        self._clock = clock
-        self._seen = clock()
+
+    @property
+    def num_tokens(self) -> int:
+        return self._load.total
 
     def check(self, caller: str, num_tokens: int = 1) -> None:
         """Raises RateLimited or NoCapacity where `num_tokens` more would be too many.
@@ -93,47 +91,33 @@ class TokenQueue:
         A request that is above a bound on its own is let in when nothing else waits: it must not starve. Callers
         without a key cannot be told apart: they have no share each.
         """
-        limits, own = self.limits, self._per_caller[caller] if caller else 0
-        if own > 0 and (excess := own + num_tokens - limits.max_tokens_per_caller) > 0:
+        settings, load = self._settings, self._load
+        own = load.of_callers[caller] if caller else 0
+        if own > 0 and (excess := own + num_tokens - settings.max_queued_tokens_per_key) > 0:
             # A caller's share of what is served is its share of what waits.
-            retry_after_s = self._retry_after_s(excess * self.num_tokens / own)
-            problem = f"too many tokens of this caller wait (limit {limits.max_tokens_per_caller})"
+            retry_after_s = load.retry_after_s(excess * load.total / own, settings.retry_after_s)
+            problem = f"too many tokens of this caller wait (limit {settings.max_queued_tokens_per_key})"
             raise RateLimited(problem, retry_after_s, "caller_tokens")
-        if self.num_tokens > 0 and (excess := self.num_tokens + num_tokens - limits.max_tokens) > 0:
-            problem = f"too many tokens wait (limit {limits.max_tokens})"
-            raise NoCapacity(problem, self._retry_after_s(excess), "tokens")
+        if load.total > 0 and (excess := load.total + num_tokens - settings.max_queued_tokens) > 0:
+            problem = f"too many tokens wait (limit {settings.max_queued_tokens})"
+            raise NoCapacity(problem, load.retry_after_s(excess, settings.retry_after_s), "tokens")
 
     def put(self, caller: str, amounts: Sequence[int]) -> list[QueuePlace]:
         """Queue all choices of a request, or none. Raises as `check`."""
         self.check(caller, sum(amounts))
-        self._change(caller, sum(amounts))
+        self._load.add(caller, sum(amounts))
+        self._judge()
         return [QueuePlace(self, caller, amount) for amount in amounts]
 
     def leave(self, caller: str, num_tokens: int) -> None:
-        self._rate_to_now()
-        self._rate.serve(num_tokens)
-        self._change(caller, -num_tokens)
+        self._load.serve(caller, num_tokens)
+        self._judge()
 
-    def _change(self, caller: str, num_tokens: int) -> None:
-        self._rate_to_now()
-        self.num_tokens += num_tokens
-        self._per_caller[caller] += num_tokens
-        if self._per_caller[caller] <= 0:
-            del self._per_caller[caller]
-        level = self.limits.shed_share * self.limits.max_tokens
-        if self.limits.shed_share < 1:
+    def _judge(self) -> None:
+        level = self._settings.shed_share * self._settings.max_queued_tokens
+        if self._settings.shed_share < 1:
             self.is_shedding = self.num_tokens > (level * _RESUMES_BELOW if self.is_shedding else level)
         self._on_change()
-
-    def _retry_after_s(self, excess: float) -> float:
-        self._rate_to_now()
-        return bounded_retry_s(self._rate.seconds_for(excess), self.limits.retry_after_s)
-
-    def _rate_to_now(self) -> None:
-        now = self._clock()
-        if self.num_tokens > 0:
-            self._rate.wait(now - self._seen)
-        self._seen = now
 
 
 class QueuePlace:
@@ -169,19 +153,11 @@ class Admission:
         self._settings = settings
         self._metrics = metrics
         self._places = places
-        self._clock = clock
-        limits = QueueLimits(
-            max_tokens=settings.max_queued_tokens,
-            max_tokens_per_caller=settings.max_queued_tokens_per_key,
-            shed_share=settings.shed_share,
-            retry_after_s=settings.retry_after_s,
-        )
-        self.queue = TokenQueue(limits, self._note_queue, clock)
-        metrics.queued_tokens_limit.set(limits.max_tokens)
-        self._per_caller: Counter[str] = Counter()
-        self._ends = ServiceRate()
-        self._seen = clock()
-        self._draining = False
+        self.queue = TokenQueue(settings, self._note_queue, clock)
+        metrics.queued_tokens_limit.set(settings.max_queued_tokens)
+        self._load = CallerLoad(clock)
+        self.draining = False
+        """Whether every new request is refused; those inside go on."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.is_shedding = False
@@ -191,15 +167,7 @@ class Admission:
 
     @property
     def num_in_flight(self) -> int:
-        return self._per_caller.total()
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
-
-    def drain(self) -> None:
-        """Refuse every new request from now on; those inside go on."""
-        self._draining = True
+        return self._load.total
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight. False: `timeout_s` was over first."""
@@ -212,7 +180,7 @@ class Admission:
 
     def enter(self, caller: str) -> Ticket:
         """Raises Draining, RateLimited or NoCapacity. The ticket gives its places back when it is closed."""
-        if self._draining:
+        if self.draining:
             raise Draining("this server is shutting down", self._settings.retry_after_s)
         # Before the body is read: where the queue is full, how long this prompt is makes no difference.
         self.queue.check(caller)
@@ -222,11 +190,11 @@ class Admission:
 
     def _take(self, caller: str, count: int, held: int) -> None:
         settings, places = self._settings, self._places()
-        own, others = self._per_caller[caller] + count, self.num_in_flight + count
+        own, others = self._load.of_callers[caller] + count, self.num_in_flight + count
         if own > settings.max_choices_per_key:
             problem = f"too many choices in flight for this caller (limit {settings.max_choices_per_key})"
             # A caller's share of the ends is its share of what is in flight.
-            share = self._per_caller[caller] / max(self.num_in_flight, 1)
+            share = self._load.of_callers[caller] / max(self.num_in_flight, 1)
             raise RateLimited(problem, self._retry_after_s(own - settings.max_choices_per_key, share), "caller_choices")
         if others > settings.max_choices_in_flight:
             retry_after_s = self._retry_after_s(others - settings.max_choices_in_flight)
@@ -235,32 +203,19 @@ class Admission:
         # A request for more choices than there are places is served in turns, when nothing else is.
         if most is not None and others > most and self.num_in_flight > held:
             raise NoCapacity("the verifiers are full", self._retry_after_s(others - most), "places")
-        self._rate_to_now()
-        self._per_caller[caller] += count
+        self._load.add(caller, count)
         self._idle.clear()
         self._judge()
 
     def _give_back(self, caller: str, count: int) -> None:
-        self._rate_to_now()
-        self._ends.serve(count)
-        self._per_caller[caller] -= count
-        if self._per_caller[caller] <= 0:
-            del self._per_caller[caller]
-        if not self._per_caller:
+        self._load.serve(caller, count)
+        if not self.num_in_flight:
             self._idle.set()
         self._judge()
 
     def _retry_after_s(self, count: int, share: float = 1.0) -> float:
         """Seconds until so many choices have ended, of which `share` belongs to the caller."""
-        self._rate_to_now()
-        estimate = self._ends.seconds_for(count / share) if share > 0 else None
-        return bounded_retry_s(estimate, self._settings.retry_after_s)
-
-    def _rate_to_now(self) -> None:
-        now = self._clock()
-        if self._per_caller:
-            self._ends.wait(now - self._seen)
-        self._seen = now
+        return self._load.retry_after_s(count / share if share > 0 else None, self._settings.retry_after_s)
 
     def _note_queue(self) -> None:
         self._metrics.queued_tokens.set(self.queue.num_tokens)
@@ -280,29 +235,27 @@ class Ticket:
 
     def __init__(self, admission: Admission, caller: str) -> None:
         self._admission = admission
-        self._caller = caller
+        self.caller = caller
         self._places = 0
         self._queued: list[QueuePlace] = []
 
     def grow(self, places: int) -> None:
         """Take places until there are `places`. Raises RateLimited or NoCapacity and keeps what it had."""
         if places > self._places:
-            self._admission._take(self._caller, places - self._places, self._places)
+            self._admission._take(self.caller, places - self._places, self._places)
             self._places = places
 
     def queue(self, amounts: Sequence[int]) -> list[QueuePlace]:
         """Have the choices' tokens wait, each until its place is left. Raises RateLimited or NoCapacity."""
-        self._queued = self._admission.queue.put(self._caller, amounts)
+        self._queued = self._admission.queue.put(self.caller, amounts)
         return self._queued
 
     def __enter__(self) -> Ticket:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for place in self._queued:
             place.leave()
         if self._places:
-            self._admission._give_back(self._caller, self._places)
+            self._admission._give_back(self.caller, self._places)
             self._places = 0

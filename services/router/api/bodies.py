@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 from pydantic import (
@@ -285,6 +286,19 @@ class SharedFields(Body):
     store: OnlyFalse = False
     """Answers are not kept for later."""
 
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(dict.fromkeys(self.stop))
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def predicted_text(self) -> str | None:
+        """The likely answer, which may be empty; None: none was sent."""
+        return None if self.prediction is None else joined(self.prediction.content, "")
+
 
 class ChatCompletionRequest(SharedFields):
     """A conversation to be continued."""
@@ -305,6 +319,15 @@ class ChatCompletionRequest(SharedFields):
     """Whether the last message is continued instead; not together with `add_generation_prompt`."""
     add_special_tokens: OnlyFalse = False
     """The template writes them."""
+
+    @property
+    def turns(self) -> tuple[dict[str, str], ...]:
+        """The messages as a template takes them: with the older word, and one line per part, so that words of two parts
+        do not run together."""
+        return tuple(
+            {"role": "system" if turn.role == "developer" else turn.role, "content": joined(turn.content, "\n")}
+            for turn in self.messages
+        )
 
 
 class CompletionRequest(SharedFields):
@@ -329,7 +352,7 @@ class CompletionRequest(SharedFields):
     best_of: Annotated[int, Field(ge=1, le=1)] = 1
     """Every choice is told."""
 
-    @property
+    @cached_property
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:
         if isinstance(self.prompt, str):
             return (self.prompt,)

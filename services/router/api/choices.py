@@ -1,4 +1,4 @@
-"""The choices of one request: generated concurrently, counted and timed.
+"""The choices of one request: planned, generated concurrently, counted and timed.
 
 `ChunkQueue`, bounded in bytes, holds chunks between the generations of one request and the writer of its answer.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeAlias, TypeVar, cast
+from types import MappingProxyType
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from moot.core.errors import DeadlineExceeded, Draining, MootError, NoCapacity
 from moot.core.types import FinishReason, ModelInfo, TokenLogprobs
@@ -20,9 +22,10 @@ from moot.runtime.metrics import Metrics
 from moot.runtime.patience import Patience
 from moot.runtime.tracing import Span, Tracing, traceparent_var
 from services.router.api.admission import Admission, QueuePlace, Ticket
-from services.router.api.requests import CommonBody
+from services.router.api.bodies import ChatCompletionRequest, CompletionRequest
+from services.router.api.requests import BodyReader, Checked, plan_requests
 from services.router.api.settings import FrontState, HttpSettings
-from services.router.api.text import IncrementalText
+from services.router.api.text import IncrementalText, StopStrings
 from services.router.api.tokenization import PromptTokenizer
 from services.router.generation.request_types import GenerationChunk, GenerationMetrics, GenerationRequest, Generator
 
@@ -109,6 +112,8 @@ class Choice:
     index: int
     request: GenerationRequest
     text: IncrementalText
+    place: QueuePlace
+    """In the queue, until its first token."""
     prompt_text: str = ""
     keep_text: bool = True
     return_token_ids: bool = False
@@ -119,13 +124,6 @@ class Choice:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     metrics: GenerationMetrics | None = None
-    place: QueuePlace | None = None
-    """In the queue, until its first token."""
-
-    def leave_queue(self) -> None:
-        if self.place is not None:
-            self.place.leave()
-            self.place = None
 
     def take(self, chunk: GenerationChunk) -> None:
         self.num_tokens += len(chunk.token_ids)
@@ -137,14 +135,74 @@ class Choice:
             self.finish_reason, self.stop_reason, self.metrics = chunk.finish_reason, chunk.stop_reason, chunk.metrics
 
 
-def enqueue(ticket: Ticket, choices: Sequence[Choice], common: CommonBody, settings: HttpSettings) -> None:
-    """Have the choices count as waiting. Raises RateLimited or NoCapacity."""
-    most = None if common.max_tokens is not None else settings.assumed_output_tokens
-    requests = [choice.request for choice in choices]
-    outputs = [one.params.max_tokens if most is None else min(one.params.max_tokens, most) for one in requests]
-    amounts = [len(one.prompt_token_ids) + output for one, output in zip(requests, outputs, strict=True)]
-    for choice, place in zip(choices, ticket.queue(amounts), strict=True):
-        choice.place = place
+async def plan_choices(
+    front: Front,
+    values: Mapping[str, Any],
+    info: ModelInfo,
+    ticket: Ticket,
+    base_id: str,
+    *,
+    chat: bool,
+    names: Mapping[str, str] = MappingProxyType({}),
+    fingerprint: str = "",
+) -> tuple[Checked[Any], list[Choice]]:
+    """A body and its choices, which count as waiting from then on. `values`, `names`: as `bodies.read` takes them;
+    `chat`: whether it is a conversation; `fingerprint`: of the body, for its record.
+
+    Raises InvalidRequest with `param`, ModelNotFound, DeadlineExceeded, RateLimited, NoCapacity.
+    """
+    settings, tokenizer = front.settings, front.tokenizer
+    reader = BodyReader(settings, info, front.state.drafter_ids(), names)
+    checked: Checked[Any] = reader.chat(values) if chat else reader.completion(values)
+    body = checked.body
+    param = names.get("messages", "messages") if chat else names.get("prompt", "prompt")
+    ticket.grow(body.n if chat else body.n * len(body.prompts))
+    prompts, echoes = await encode_prompts(tokenizer, body, info.context_limit, param)
+    prediction = await tokenizer.encode_prediction(
+        body.predicted_text, context_limit=info.context_limit, param="prediction"
+    )
+    requests = plan_requests(checked, prompts, info, base_id, ticket.caller, fingerprint, param, prediction)
+    most = sys.maxsize if checked.max_tokens is not None else settings.assumed_output_tokens
+    amounts = [len(one.prompt_token_ids) + min(one.params.max_tokens, most) for one in requests]
+    stops = StopStrings(body.stop_strings)
+    choices = [
+        Choice(
+            index,
+            request,
+            IncrementalText.of(request, tokenizer.tokens, info.end_token_ids, stops),
+            place,
+            prompt_text=echoes[index // body.n],
+            keep_text=not body.stream,
+            return_token_ids=body.return_token_ids,
+        )
+        for index, (request, place) in enumerate(zip(requests, ticket.queue(amounts), strict=True))
+    ]
+    return checked, choices
+
+
+async def encode_prompts(
+    tokenizer: PromptTokenizer, body: ChatCompletionRequest | CompletionRequest, context_limit: int, param: str
+) -> tuple[tuple[tuple[int, ...], ...], Sequence[str]]:
+    """The ids of each prompt, and the text with which its choices begin."""
+    if isinstance(body, ChatCompletionRequest):
+        ids = await tokenizer.encode_chat(
+            body.turns,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+            context_limit=context_limit,
+            param=param,
+        )
+        return (ids,), [""]
+    # All prompts are texts or all are ids.
+    texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+    prompts = tuple(prompt for prompt in body.prompts if not isinstance(prompt, str))
+    if texts:
+        prompts = await tokenizer.encode(
+            texts, add_special_tokens=body.add_special_tokens, context_limit=context_limit, param=param
+        )
+    if not body.echo:
+        return prompts, [""] * len(prompts)
+    return prompts, texts or [tokenizer.tokens.text(ids, body.skip_special_tokens) for ids in prompts]
 
 
 class ChoiceTimer:
@@ -177,30 +235,18 @@ class ChoiceTimer:
 
 
 async def run_choices(
-    generator: Generator,
-    choices: Sequence[Choice],
-    settings: HttpSettings,
-    metrics: Metrics,
-    started: float,
-    aborting: asyncio.Event | None = None,
-    tracing: Tracing | None = None,
+    front: Front, choices: Sequence[Choice], started: float
 ) -> AsyncGenerator[tuple[Choice, GenerationChunk], None]:
     """Chunks of all choices as they come, each choice's in order. The first error ends all and is raised; Draining
-    when `aborting` is set.
+    when the admission aborts. `started`: monotonic seconds at the request's arrival.
 
     At most `stream_buffer_bytes` wait for the consumer; then the generations wait. Closing aborts every generation
     and returns when they have let go, or after `abort_timeout_s`.
     """
-    queue: _Queue = ChunkQueue(settings.stream_buffer_bytes)
-    patience = Patience(settings.chunk_timeout_s)
-    pumps = [
-        asyncio.create_task(
-            _pump(generator, choice, queue, patience, ChoiceTimer(metrics, started), tracing or Tracing())
-        )
-        for choice in choices
-    ]
-    if aborting is not None:
-        pumps.append(asyncio.create_task(_interrupt(aborting, choices[0], queue)))
+    queue: _Queue = ChunkQueue(front.settings.stream_buffer_bytes)
+    patience = Patience(front.settings.chunk_timeout_s)
+    pumps = [asyncio.create_task(_pump(front, choice, queue, patience, started)) for choice in choices]
+    pumps.append(asyncio.create_task(_interrupt(front.admission.aborting, choices[0], queue)))
     try:
         running = len(choices)
         while running:
@@ -213,7 +259,7 @@ async def run_choices(
     finally:
         for pump in pumps:
             pump.cancel()
-        _, pending = await asyncio.wait(pumps, timeout=settings.abort_timeout_s)
+        _, pending = await asyncio.wait(pumps, timeout=front.settings.abort_timeout_s)
         for pump in pending:
             pump.cancel()
         if pending:
@@ -226,27 +272,21 @@ async def _interrupt(aborting: asyncio.Event, choice: Choice, queue: _Queue) -> 
     await queue.put((choice, Draining("the server shut down before the end")))
 
 
-async def _pump(
-    generator: Generator,
-    choice: Choice,
-    queue: _Queue,
-    patience: Patience,
-    timer: ChoiceTimer,
-    tracing: Tracing,
-) -> None:
+async def _pump(front: Front, choice: Choice, queue: _Queue, patience: Patience, started: float) -> None:
+    timer = ChoiceTimer(front.metrics, started)
     finish, failure = FinishReason.ABORT, ""
     metrics: GenerationMetrics | None = None
-    traced = tracing.begin("request", traceparent_var.get(), request_id=choice.request.request_id)
+    traced = front.tracing.begin("request", traceparent_var.get(), request_id=choice.request.request_id)
     if traced.traceparent:
         traceparent_var.set(traced.traceparent)
     try:
-        chunks = cast("AsyncGenerator[GenerationChunk, None]", generator.generate(choice.request, choice.text))
+        chunks = cast("AsyncGenerator[GenerationChunk, None]", front.generator.generate(choice.request, choice.text))
         async with contextlib.aclosing(chunks):
             while True:
                 chunk = await _next(chunks, patience)
                 if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                     raise MootError("the generation was ended by the server")
-                choice.leave_queue()
+                choice.place.leave()
                 timer.tokens(len(chunk.token_ids))
                 if chunk.finish_reason is not None:
                     finish, metrics = chunk.finish_reason, chunk.metrics
@@ -257,22 +297,19 @@ async def _pump(
         finish, failure = FinishReason.ERROR, type(error).__name__
         await queue.put((choice, error))
     finally:
-        choice.leave_queue()
+        choice.place.leave()
         timer.end(finish)
         _note_end(traced, finish, metrics)
         traced.end(failure)
 
 
+_TRACED = ("num_prompt_tokens", "num_output_tokens", "num_rounds", "num_draft_tokens", "num_accepted_tokens")
+
+
 def _note_end(traced: Span, finish: FinishReason, metrics: GenerationMetrics | None) -> None:
     traced.note(finish_reason=finish.value)
     if metrics is not None:
-        traced.note(
-            num_prompt_tokens=metrics.num_prompt_tokens,
-            num_output_tokens=metrics.num_output_tokens,
-            num_rounds=metrics.num_rounds,
-            num_draft_tokens=metrics.num_draft_tokens,
-            num_accepted_tokens=metrics.num_accepted_tokens,
-        )
+        traced.note(**{name: getattr(metrics, name) for name in _TRACED})
 
 
 async def _next(chunks: AsyncGenerator[GenerationChunk, None], patience: Patience) -> GenerationChunk:

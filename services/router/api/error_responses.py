@@ -47,43 +47,31 @@ _TYPES = {
 
 def describe(error: BaseException) -> ErrorReply:
     """The reply to a caller for an error. The text of an error that is not ours is not shown: it may quote anything."""
-    match error:
-        case errors.MootError():
-            return _reply_of(error)
-        case HTTPException(status_code=404):
-            return _reply(404, "no such path", "not_found")
-        case HTTPException(status_code=405):
-            return _reply(405, "method not allowed", "method_not_allowed", headers=dict(error.headers or {}))
-        case _:
-            return _reply(500, "internal error", errors.UNTOLD)
-
-
-def response(error: BaseException) -> Response:
-    reply = describe(error)
-    return Response(json.dumps(reply.body), reply.status, reply.headers, media_type="application/json")
-
-
-def _reply_of(error: errors.MootError) -> ErrorReply:
     row = errors.row_of(type(error))
-    message = "internal error" if row.http_code == errors.UNTOLD else str(error)
-    code, param, headers = row.http_code, None, {}
+    status, code, param = row.http_status, row.http_code, None
+    message = "internal error" if code == errors.UNTOLD else str(error)
+    headers: dict[str, str] = {}
     match error:
+        case HTTPException(status_code=404):
+            status, code, message = 404, "not_found", "no such path"
+        case HTTPException(status_code=405):
+            status, code, message = 405, "method_not_allowed", "method not allowed"
+            headers |= error.headers or {}
         case errors.InvalidRequest():
             code, param = error.code or code, error.param
         case errors.ModelNotFound():
             param = "model"
         case errors.Unauthenticated():
             headers["www-authenticate"] = "Bearer"
-    if error.retry_after_s is not None:
+    if isinstance(error, errors.MootError) and error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    return _reply(row.http_status, message, code, param, headers)
-
-
-def _reply(
-    status: int, message: str, code: str, param: str | None = None, headers: dict[str, str] | None = None
-) -> ErrorReply:
     body = {"error": {"message": message, "type": _TYPES[status], "param": param, "code": code}}
-    return ErrorReply(status, body, headers or {})
+    return ErrorReply(status, body, headers)
+
+
+def response(error: BaseException) -> Response:
+    reply = describe(error)
+    return Response(json.dumps(reply.body), reply.status, reply.headers, media_type="application/json")
 
 
 class Attempt:

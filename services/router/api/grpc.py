@@ -7,24 +7,21 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 import grpc.aio
 
 from moot.core.errors import DeadlineExceeded, InvalidRequest
-from moot.core.types import ModelInfo
 from moot.rpc import convert
 from moot.runtime.logs import request_id_var
 from moot.runtime.tracing import checked_traceparent, traceparent_var
 from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
-from services.router.api.admission import Ticket
 from services.router.api.auth import ApiKeys
-from services.router.api.choices import Choice, Front, enqueue, run_choices
+from services.router.api.choices import Choice, Front, plan_choices, run_choices
 from services.router.api.error_responses import Attempt
-from services.router.api.requests import CommonBody, parse_chat, parse_completion, plan_requests
-from services.router.api.text import IncrementalText, StopStrings
-from services.router.generation.request_types import GenerationChunk, GenerationMetrics, GenerationRequest
+from services.router.generation.request_types import GenerationChunk, GenerationMetrics
 
 _NAMED_OTHERWISE = frozenset({"chat", "prompt", "prompt_token_ids", "logit_bias", "seed", "prediction"})
 
@@ -54,15 +51,12 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         caller = self._keys.caller(_metadata(context, "authorization"))
         with Attempt(front.metrics) as attempt, front.admission.enter(caller) as ticket:
             info = front.serving()
-            requests, common = await self._plan(request, info, ticket, caller, base_id)
-            choices = self._choices(requests, common, info)
-            enqueue(ticket, choices, common, front.settings)
-            attempt.is_generating = True
-            aborting = front.admission.aborting
-            running = run_choices(
-                front.generator, choices, front.settings, front.metrics, started, aborting, front.tracing
+            kind, values = _body(request)
+            _, choices = await plan_choices(
+                front, values, info, ticket, base_id, chat=kind == "chat", names=_NAMES[kind]
             )
-            async with aclosing(running) as chunks:
+            attempt.is_generating = True
+            async with aclosing(run_choices(front, choices, started)) as chunks:
                 async for choice, chunk in chunks:
                     await self._write(context, _response(choice, chunk))
 
@@ -75,62 +69,21 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             self._front.metrics.slow_clients.labels("grpc").inc()
             raise DeadlineExceeded("the caller took nothing for too long") from error
 
-    async def _plan(
-        self, request: pb.GenerateRequest, info: ModelInfo, ticket: Ticket, caller: str, base_id: str
-    ) -> tuple[tuple[GenerationRequest, ...], CommonBody]:
-        front, values = self._front, _fields(request)
-        drafter_ids = front.state.drafter_ids()
-        kind = request.WhichOneof("input")
-        if kind is None:
-            raise InvalidRequest("one of chat, prompt and prompt_token_ids is required", "input")
-        names = _NAMES[kind]
-        prompts: tuple[tuple[int, ...], ...]
-        if kind == "chat":
-            if "logprobs" in values:
-                values["top_logprobs"], values["logprobs"] = values["logprobs"], True
-            values["messages"] = [{"role": turn.role, "content": turn.content} for turn in request.chat.messages]
-            chat = parse_chat(values, front.settings, info, drafter_ids, names)
-            ticket.grow(chat.common.n)
-            ids = await front.tokenizer.encode_chat(
-                chat.messages,
-                add_generation_prompt=chat.add_generation_prompt,
-                continue_final_message=chat.continue_final_message,
-                context_limit=info.context_limit,
-                param=names["messages"],
-            )
-            common, prompts = chat.common, (ids,)
-        else:
-            ids_given = list(request.prompt_token_ids.token_ids)
-            values["prompt"] = request.prompt if kind == "prompt" else ids_given
-            completion = parse_completion(values, front.settings, info, drafter_ids, names)
-            common = completion.common
-            ticket.grow(common.n)
-            if kind == "prompt":
-                prompts = await front.tokenizer.encode(
-                    [request.prompt],
-                    add_special_tokens=completion.add_special_tokens,
-                    context_limit=info.context_limit,
-                    param="prompt",
-                )
-            else:
-                prompts = (tuple(ids_given),)
-        param = names["messages"] if kind == "chat" else kind
-        prediction = await front.tokenizer.encode_prediction(
-            common.prediction, context_limit=info.context_limit, param="prediction"
-        )
-        return plan_requests(common, prompts, info, base_id, caller, "", param, prediction), common
 
-    def _choices(self, requests: tuple[GenerationRequest, ...], common: CommonBody, info: ModelInfo) -> list[Choice]:
-        stops = StopStrings(common.stops)
-        return [
-            Choice(
-                index,
-                request,
-                IncrementalText.of(request, self._front.tokenizer.tokens, info.end_token_ids, stops),
-                keep_text=False,
-            )
-            for index, request in enumerate(requests)
-        ]
+def _body(request: pb.GenerateRequest) -> tuple[str, dict[str, Any]]:
+    """The kind of input, and the body as one of the HTTP API. Raises InvalidRequest."""
+    values, kind = _fields(request), request.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequest("one of chat, prompt and prompt_token_ids is required", "input")
+    # Chunks are written as they come, and nothing is collected for a whole answer.
+    values["stream"] = True
+    if kind == "chat":
+        if "logprobs" in values:
+            values["top_logprobs"], values["logprobs"] = values["logprobs"], True
+        values["messages"] = [{"role": turn.role, "content": turn.content} for turn in request.chat.messages]
+    else:
+        values["prompt"] = request.prompt if kind == "prompt" else list(request.prompt_token_ids.token_ids)
+    return kind, values
 
 
 def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
@@ -174,21 +127,8 @@ def _response(choice: Choice, chunk: GenerationChunk) -> pb.GenerateResponse:
 
 
 def _metrics(metrics: GenerationMetrics) -> pb.GenerationMetrics:
+    values = asdict(metrics)
+    drafters = values.pop("drafters").items()
     return pb.GenerationMetrics(
-        num_prompt_tokens=metrics.num_prompt_tokens,
-        num_output_tokens=metrics.num_output_tokens,
-        num_cached_tokens=metrics.num_cached_tokens,
-        num_rounds=metrics.num_rounds,
-        num_draft_tokens=metrics.num_draft_tokens,
-        num_accepted_tokens=metrics.num_accepted_tokens,
-        num_accepted_tokens_per_position=metrics.num_accepted_tokens_per_position,
-        drafters=[
-            pb.DrafterMetrics(
-                drafter_id=drafter_id,
-                num_proposed_tokens=counts.num_proposed_tokens,
-                num_accepted_tokens=counts.num_accepted_tokens,
-                num_votes_won=counts.num_votes_won,
-            )
-            for drafter_id, counts in metrics.drafters.items()
-        ],
+        **values, drafters=[pb.DrafterMetrics(drafter_id=drafter_id, **counts) for drafter_id, counts in drafters]
     )

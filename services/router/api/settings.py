@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from moot.core.errors import MootError
@@ -45,19 +45,18 @@ class HttpSettings(Options):
         help="most choices of one API key at a time; one more is refused with 429",
         minimum=1,
     )
-    """Of one API key (without keys: of all callers together): one more is refused with 429."""
+    """Without keys: of all callers together."""
     max_queued_tokens: int = option(
         1_048_576,
         help="most tokens (prompt and max_tokens) of choices that no verifier has begun; more are refused with 503",
         minimum=1,
     )
-    """Prompt and `max_tokens` of accepted choices without a first token, over all callers; more: 503."""
     max_queued_tokens_per_key: int = option(
         262_144,
         help="most such tokens of one API key; more are refused with 429",
         minimum=1,
     )
-    """Of one API key; more: 429. Without keys there is no such share."""
+    """Without keys there is no such share."""
     assumed_output_tokens: int = 512
     """What a choice that names no `max_tokens` counts in the queue."""
     shed_share: float = option(
@@ -107,28 +106,3 @@ class FrontState(Protocol):
     def shortage(self) -> MootError | None:
         """Why a new request would be refused by every verifier now, though all is well; None: it would not."""
         ...
-
-
-@dataclass(slots=True)
-class StaticFrontState:
-    """A FrontState whose values its owner sets."""
-
-    info: ModelInfo | None
-    refused_with: MootError | None = None
-    drafters: frozenset[str] | None = field(default=None)
-    room: Places | None = None
-
-    def model_info(self) -> ModelInfo | None:
-        return self.info
-
-    def refusal(self) -> MootError | None:
-        return self.refused_with
-
-    def drafter_ids(self) -> frozenset[str] | None:
-        return self.drafters
-
-    def places(self) -> Places | None:
-        return self.room
-
-    def shortage(self) -> MootError | None:
-        return None

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from jinja2.exceptions import TemplateError
 
 from moot.core.errors import ConfigError, ContextLengthExceeded, DeadlineExceeded, InvalidRequest
+from services.router.api.settings import HttpSettings
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -95,7 +96,7 @@ def _converter(decoder: Any) -> Callable[[str], bytes] | None:
     """Token to bytes for the decoders that can be read off their description; None for any other."""
     steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps if step] == ["ByteLevel"]:
-        return _byte_level(_byte_level_alphabet())
+        return _byte_level()
     replacements: list[tuple[str, str]] = []
     byte_fallback = fused = False
     for step in steps:
@@ -124,15 +125,12 @@ def _converter(decoder: Any) -> Callable[[str], bytes] | None:
     return convert if fused else None
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """The byte of each character: printable Latin-1 bytes stand for themselves, the others for the characters from
-    U+0100 on, in order."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(plain)]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
+def _byte_level() -> Callable[[str], bytes]:
+    # Not with this module: before torch is kept out, the library would load it.
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+    alphabet = {char: byte for byte, char in bytes_to_unicode().items()}
 
-def _byte_level(alphabet: dict[str, int]) -> Callable[[str], bytes]:
     def convert(token: str) -> bytes:
         try:
             return bytes(alphabet[char] for char in token)
@@ -160,12 +158,10 @@ ResultT = TypeVar("ResultT")
 class PromptTokenizer:
     """A transformers fast tokenizer with its chat template. `tokens`: the bytes of its ids."""
 
-    def __init__(self, tokenizer: Any, *, timeout_s: float, num_threads: int, max_prompt_bytes: int) -> None:
-        """`max_prompt_bytes`: whatever the context, a longer prompt is not tokenized."""
+    def __init__(self, tokenizer: Any, settings: HttpSettings) -> None:
         self._tokenizer = tokenizer
-        self._timeout_s = timeout_s
-        self._max_prompt_bytes = max_prompt_bytes
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        self._settings = settings
+        self._executor = ThreadPoolExecutor(settings.tokenize_threads, thread_name_prefix="tokenize")
         self.tokens = TokenBytes(tokenizer)
 
     async def encode(
@@ -235,7 +231,7 @@ class PromptTokenizer:
         return tuple(encoded["input_ids"])
 
     def _check_size(self, num_bytes: int, context_limit: int, param: str) -> None:
-        limit = min(context_limit * self.tokens.longest_token_bytes, self._max_prompt_bytes)
+        limit = min(context_limit * self.tokens.longest_token_bytes, self._settings.max_prompt_bytes)
         if num_bytes > limit:
             raise ContextLengthExceeded(
                 f"`{param}` has {num_bytes} bytes; with this model's context of {context_limit} tokens "
@@ -245,8 +241,9 @@ class PromptTokenizer:
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        timeout_s = self._settings.tokenize_timeout_s
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
-            raise DeadlineExceeded(f"the prompt was not tokenized within {self._timeout_s:g} s") from error
+            raise DeadlineExceeded(f"the prompt was not tokenized within {timeout_s:g} s") from error

@@ -48,7 +48,6 @@ class StoreConfig(Options):
         help="without the server of records: degrade serves on, required refuses new requests",
         choices=("degrade", "required"),
     )
-    """`degrade` serves without a record, `required` refuses new requests."""
     prefix: str = option("moot", flag="store_prefix", help="first part of every key on the server of records")
     timeout_s: float = option(
         0.1, flag="store_timeout_s", help="seconds that one attempt on the server of records may take", above=0

@@ -94,8 +94,12 @@ class DurableStore:
         finish_reason: FinishReason | None = None,
     ) -> bool:
         mirror = self._mirrors.get(request_id)
-        if mirror is None:
-            return await self._commit_unmirrored(request_id, epoch, expected_length, token_ids, finish_reason)
+        if mirror is None:  # ended here, and its last commit is being sent again, or never held
+            try:
+                await self._server.commit(request_id, epoch, expected_length, token_ids, finish_reason)
+            except StoreUnavailable:
+                return False
+            return True
         mirror.accept(epoch, expected_length, token_ids, finish_reason)
         mirror.touched_at = self._now()
         return await self._sync(mirror)
@@ -143,21 +147,6 @@ class DurableStore:
         except TimeoutError:
             _log.warning("left records without their last tokens", extra={"count": self.num_unsynced})
         await self._link.close()
-
-    async def _commit_unmirrored(
-        self,
-        request_id: str,
-        epoch: int,
-        expected_length: int,
-        token_ids: Sequence[int],
-        finish_reason: FinishReason | None,
-    ) -> bool:
-        """Commit for a request that has ended here (its last commit is being sent again), or that was never held."""
-        try:
-            await self._server.commit(request_id, epoch, expected_length, token_ids, finish_reason)
-        except StoreUnavailable:
-            return False
-        return True
 
     async def _sync(self, mirror: Mirror) -> bool:
         """Bring to the server what it lacks of one request. False: not now. Raises when this router lost it."""
@@ -229,14 +218,8 @@ class DurableStore:
         """Renew leases of requests that have had no commit for a while, as they queue or their verifier is being
         replaced."""
         soon = self._now() + self._config.lease_s * 2 / 3
-        await self._for_each(
-            self._renew,
-            [
-                mirror
-                for mirror in self._mirrors.values()
-                if mirror.is_synced and not mirror.released and mirror.lease_until < soon
-            ],
-        )
+        held = [mirror for mirror in self._mirrors.values() if mirror.is_synced and not mirror.released]
+        await self._for_each(self._renew, [mirror for mirror in held if mirror.lease_until < soon])
 
     async def _renew(self, mirror: Mirror) -> None:
         try:

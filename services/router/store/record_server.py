@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
@@ -29,11 +28,12 @@ from moot.core.errors import (
     StoreUnavailable,
 )
 from moot.core.types import FinishReason
+from moot.rpc.link import FrameQueue, FrameQueueFull
 from moot.runtime.patience import Patience
 from services.router.generation.request_types import RequestRecord
 from services.router.store.config import StoreConfig
 from services.router.store.connection import Argument, RedisConnection
-from services.router.store.records import Keys, decode_record, encode_fields, finish_text, pack_ids
+from services.router.store.records import decode_record, encode_fields, finish_text, keys_of, pack_ids
 
 _log = logging.getLogger(__name__)
 
@@ -43,13 +43,16 @@ VERSION = hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]
 LIBRARY = _SOURCE.replace("@VERSION@", VERSION)
 
 
+_NOT_REACHABLE = "the store of request records is not reachable"
+
+
 class _Call(NamedTuple):
     command: tuple[Argument, ...]
     reply: asyncio.Future[Any]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(part) if isinstance(part, str | bytes) else 8 for part in self.command)
+
+def _num_bytes(call: _Call) -> int:
+    return sum(len(part) if isinstance(part, str | bytes) else 8 for part in call.command)
 
 
 class ServerFull(StoreUnavailable):
@@ -70,8 +73,9 @@ class RedisLink:
         self._on_change = on_change
         self._connection = RedisConnection(config)
         self._patience = Patience(config.call_deadline_s)
-        self._queue: deque[_Call] = deque()
-        self._waiting = asyncio.Event()
+        self._queue: FrameQueue[_Call] = FrameQueue(
+            config.max_queued_calls, config.max_batch_calls, config.max_batch_bytes, _num_bytes
+        )
         self._up: bool | None = None
         self._worker = asyncio.create_task(self._work(), name="store-link")
         self._worker.add_done_callback(log_failure)
@@ -83,7 +87,7 @@ class RedisLink:
     async def function(self, name: str, keys: Sequence[str], *arguments: Argument) -> Any:
         """Reply of the server-side function `name`; raises StoreUnavailable. It may have been applied all the same."""
         if not self.up:
-            raise StoreUnavailable("the store of request records is not reachable")
+            raise StoreUnavailable(_NOT_REACHABLE)
         return await self._enqueue("FCALL", f"moot_{name}_{VERSION}", len(keys), *keys, *arguments)
 
     async def probe(self) -> dict[str, str]:
@@ -96,56 +100,37 @@ class RedisLink:
     async def close(self) -> None:
         self._worker.cancel()
         await asyncio.gather(self._worker, return_exceptions=True)
-        self._fail_all(list(self._queue), StoreUnavailable("the store is closed"))
-        self._queue.clear()
+        self._fail_all(self._queue.take_all(), "the store is closed")
         self._patience.close()
         await self._connection.drop()
 
     async def _enqueue(self, *command: Argument) -> Any:
         if self._worker.done():
             raise StoreUnavailable("the store is closed")
-        if len(self._queue) >= self._config.max_queued_calls:
-            raise StoreUnavailable("too many calls wait for the store")
         call = _Call(command, asyncio.get_running_loop().create_future())
-        self._queue.append(call)
-        self._waiting.set()
         try:
+            self._queue.put(call)
             with self._patience.wait():
                 return await call.reply
+        except FrameQueueFull as error:
+            raise StoreUnavailable("too many calls wait for the store") from error
         except TimeoutError as error:
             raise StoreUnavailable("the store did not answer in time") from error
 
     async def _work(self) -> None:
         while True:
-            await self._waiting.wait()
-            batch = self._take_batch()
+            batch = [call for call in await self._queue.next_frame() if not call.reply.done()]
             try:
                 await self._serve(batch)
             except (RedisError, OSError, TimeoutError) as error:
                 _log.warning("store lost", extra={"cause": type(error).__name__})
                 self._set_up(False)
                 # Those behind it would each wait for the same timeout.
-                waiting, self._queue = list(self._queue), deque()
-                self._fail_all([*batch, *waiting], StoreUnavailable("the store of request records is not reachable"))
+                self._fail_all([*batch, *self._queue.take_all()], _NOT_REACHABLE)
             except BaseException as error:
                 self._set_up(False)
-                self._fail_all(batch, StoreUnavailable(f"the store's link ended: {type(error).__name__}"))
+                self._fail_all(batch, f"the store's link ended: {type(error).__name__}")
                 raise
-
-    def _take_batch(self) -> list[_Call]:
-        batch: list[_Call] = []
-        num_bytes = 0
-        while self._queue and len(batch) < self._config.max_batch_calls:
-            if self._queue[0].reply.done():  # cancelled before it was sent
-                self._queue.popleft()
-                continue
-            num_bytes += self._queue[0].num_bytes
-            if batch and num_bytes > self._config.max_batch_bytes:
-                break
-            batch.append(self._queue.popleft())
-        if not self._queue:
-            self._waiting.clear()
-        return batch
 
     async def _serve(self, batch: Sequence[_Call]) -> None:
         if not batch:
@@ -178,10 +163,10 @@ class RedisLink:
             return await self._connection.send(commands)
 
     @staticmethod
-    def _fail_all(calls: Sequence[_Call], error: StoreUnavailable) -> None:
+    def _fail_all(calls: Sequence[_Call], problem: str) -> None:
         for call in calls:
             if not call.reply.done():
-                call.reply.set_exception(StoreUnavailable(*error.args))
+                call.reply.set_exception(StoreUnavailable(problem))
 
     def _set_up(self, up: bool) -> None:
         if up != self._up:
@@ -251,12 +236,12 @@ class RedisStore:
         )
         if status == "MISSING" or (status == "CONFLICT" and length < expected_length):
             raise RecordBehind("the record lacks committed tokens")
-        self._check(status)
+        _check(status)
 
     async def repair(self, record: RequestRecord) -> None:
         """Make the server's record equal to `record`, whatever part of it is missing. Safe to repeat."""
         status, _, _ = await self._call("repair", record.request_id, *self._whole(record))
-        self._check(status)
+        _check(status)
 
     async def renew(self, request_id: str, epoch: int) -> None:
         """Prolong the lease of a request that waits. Raises RecordBehind, CommitFenced, CommitTerminal."""
@@ -265,7 +250,7 @@ class RedisStore:
         )
         if status in ("MISSING", "CONFLICT"):
             raise RecordBehind("the record is missing or older than its owner")
-        self._check(status)
+        _check(status)
 
     async def cancel(self, request_id: str) -> bool:
         """End a request from outside; its owner's next commit raises CommitTerminal. False: no running record."""
@@ -286,7 +271,7 @@ class RedisStore:
             raise LeaseHeld("another router is serving this request", left_ms / 1000)
         if status == "MISSING":
             raise RecordNotFound("no record of this request")
-        self._check(status)
+        _check(status)
         return _decode(request_id, raw)
 
     async def load(self, request_id: str) -> RequestRecord | None:
@@ -308,21 +293,23 @@ class RedisStore:
     async def _call(self, function: str, request_id: str, *arguments: Argument) -> tuple[str, int, Any]:
         """Call a function: returns status, a number (output length, or milliseconds left of a lease), and the record
         when it was asked for."""
-        keys = Keys.of(self._config.prefix, request_id)
+        keys = keys_of(self._config.prefix, request_id)
         status, number, *raw = await self._link.function(function, keys, *arguments)
         return status.decode(), number, raw[0] if raw else None
 
-    @staticmethod
-    def _check(status: str) -> None:
-        """Raise what a status stands for; `OK` and `DUP` (the same call again) are success."""
-        if status == "FENCED":
-            raise CommitFenced("another router has claimed this request")
-        if status == "TERMINAL":
-            raise CommitTerminal("this request has ended")
-        if status == "CONFLICT":
-            raise CommitConflict("the record has other tokens than expected")
-        if status not in ("OK", "DUP"):
-            raise StoreError(f"unexpected status {status} of a record")
+
+_REFUSED: dict[str, tuple[type[StoreError], str]] = {
+    "FENCED": (CommitFenced, "another router has claimed this request"),
+    "TERMINAL": (CommitTerminal, "this request has ended"),
+    "CONFLICT": (CommitConflict, "the record has other tokens than expected"),
+}
+
+
+def _check(status: str) -> None:
+    """Raise what a status stands for; `OK` and `DUP` (the same call again) are success."""
+    if status not in ("OK", "DUP"):
+        kind, text = _REFUSED.get(status, (StoreError, f"unexpected status {status} of a record"))
+        raise kind(text)
 
 
 def _decode(request_id: str, raw: Any) -> RequestRecord:

@@ -11,7 +11,7 @@ import json
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from moot.core.errors import CommitConflict, CommitFenced, CommitTerminal, InvalidRequest, StoreError
 from moot.core.types import FinishReason, SamplingParams
@@ -87,20 +87,13 @@ RawSpan = tuple[bytes, Sequence[bytes]]
 """A stream entry: id `0-<length after>`, and the pair (field name, packed ids)."""
 
 
-class Keys(NamedTuple):
-    """The three keys of one request. The braces are the cluster's hash tag: all three live on one node."""
-
-    hash: str
-    prompt: str
-    stream: str
-
-    @classmethod
-    def of(cls, prefix: str, request_id: str) -> Keys:
-        """Raises InvalidRequest when `request_id` could not be told apart from the syntax of a key."""
-        if not _REQUEST_ID.fullmatch(request_id):
-            raise InvalidRequest("request id must be 1 to 200 of the characters A-Z a-z 0-9 . _ : -", "request_id")
-        base = f"{prefix}:{{{request_id}}}"
-        return cls(base, base + ":p", base + ":t")
+def keys_of(prefix: str, request_id: str) -> tuple[str, str, str]:
+    """The three keys of one request: hash, prompt, stream. The braces are the cluster's hash tag: all three live on one
+    node. Raises InvalidRequest when `request_id` could not be told apart from the syntax of a key."""
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise InvalidRequest("request id must be 1 to 200 of the characters A-Z a-z 0-9 . _ : -", "request_id")
+    base = f"{prefix}:{{{request_id}}}"
+    return base, base + ":p", base + ":t"
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
@@ -117,58 +110,39 @@ def unpack_ids(packed: bytes) -> tuple[int, ...]:
 def encode_params(params: SamplingParams) -> str:
     """Sampling parameters as canonical text: equal parameters give equal text, and floats come back bit by bit (repr
     round-trips)."""
-    allowed = params.allowed_token_ids
-    values = {
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "logit_bias": [[token_id, params.logit_bias[token_id]] for token_id in sorted(params.logit_bias)],
-        "allowed_token_ids": None if allowed is None else sorted(allowed),
-        "max_tokens": params.max_tokens,
-        "min_tokens": params.min_tokens,
+    values = {one.name: getattr(params, one.name) for one in dataclasses.fields(params) if one.name != "seed"}
+    values |= {
+        "logit_bias": sorted(params.logit_bias.items()),
+        "allowed_token_ids": None if params.allowed_token_ids is None else sorted(params.allowed_token_ids),
         "stop_token_ids": sorted(params.stop_token_ids),
-        "ignore_eos": params.ignore_eos,
-        "logprobs": params.logprobs,
     }
     return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
 def decode_params(text: str, seed: int) -> SamplingParams:
     values: dict[str, Any] = json.loads(text)
-    allowed = values.pop("allowed_token_ids")
-    return SamplingParams(
-        **values
-        | {
-            "logit_bias": {token_id: bias for token_id, bias in values["logit_bias"]},
-            "allowed_token_ids": None if allowed is None else frozenset(allowed),
-            "stop_token_ids": frozenset(values["stop_token_ids"]),
-        },
-        seed=seed,
-    )
+    allowed = values["allowed_token_ids"]
+    values |= {
+        "logit_bias": dict(values["logit_bias"]),
+        "allowed_token_ids": None if allowed is None else frozenset(allowed),
+        "stop_token_ids": frozenset(values["stop_token_ids"]),
+    }
+    return SamplingParams(**values, seed=seed)
 
 
 def encode_fields(record: RequestRecord) -> list[str | int]:
     """The unchanging fields of the hash, flat: name, value, name, value, ..."""
-    return [
-        "seed",
-        record.params.seed,
-        "params",
-        encode_params(record.params),
-        "model",
-        record.model,
-        "tokenizer",
-        record.tokenizer_fingerprint,
-        "text",
-        json.dumps([record.stop_strings, record.skip_special_tokens, record.include_stop_str_in_output]),
-        "body",
-        record.body_fingerprint,
-        "prompt_length",
-        len(record.prompt_token_ids),
-    ]
+    text = [record.stop_strings, record.skip_special_tokens, record.include_stop_str_in_output]
+    fields: dict[str, str | int] = {
+        "seed": record.params.seed,
+        "params": encode_params(record.params),
+        "model": record.model,
+        "tokenizer": record.tokenizer_fingerprint,
+        "text": json.dumps(text),
+        "body": record.body_fingerprint,
+        "prompt_length": len(record.prompt_token_ids),
+    }
+    return [part for field in fields.items() for part in field]
 
 
 def finish_text(finish_reason: FinishReason | None) -> str:

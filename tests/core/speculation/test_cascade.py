@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from moot.core.speculation.drafter_selection import ALWAYS_ASK, expected_share, 
 from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.types import Proposal, SamplingParams
 from moot.core.voting.calibration import Calibration
+from tests.core.learned import trained
 
 bytes_ = st.lists(st.integers(0, 255), min_size=1, max_size=12)
 
@@ -28,15 +32,9 @@ def test_the_share_is_the_best_expectation(confidences: list[list[int]], num_tok
     proposals = [Proposal(tuple(range(len(row))), tuple(row), f"d{index % 2}") for index, row in enumerate(confidences)]
     expected = 0.0
     for proposal in proposals:
-        rates = [
-            calibration.of(proposal.drafter_id).rate(byte, depth) for depth, byte in enumerate(proposal.confidences)
-        ]
-        total = 0.0
-        for depth in range(min(len(rates), num_tokens)):
-            chance = 1.0
-            for rate in rates[: depth + 1]:
-                chance *= rate
-            total += chance
+        table = calibration.of(proposal.drafter_id)
+        rates = [table.rate(byte, depth) for depth, byte in enumerate(proposal.confidences[:num_tokens])]
+        total = sum(itertools.accumulate(rates, operator.mul))
         expected = max(expected, total / num_tokens)
     share = expected_share(proposals, calibration, num_tokens)
     assert share == pytest.approx(expected)
@@ -45,11 +43,7 @@ def test_the_share_is_the_best_expectation(confidences: list[list[int]], num_tok
 
 def test_a_short_proposal_leaves_room_for_others() -> None:
     """However sure, two tokens are no more than a quarter of eight; a proposal without confidences counts as well."""
-    calibration = Calibration()
-    for _ in range(500):
-        for depth in range(8):
-            calibration.of("sure").record(255, depth, hit=True)
-            calibration.of("plain").record(0, depth, hit=True)
+    calibration = trained({"plain": 1.0}, depths=8, calibration=trained({"sure": 1.0}, 255, depths=8))
     assert 0.2 < expected_share([Proposal((1, 2), (255, 255), "sure")], calibration, 8) < 0.25
     assert expected_share([Proposal((1,) * 8, (255,) * 8, "sure")], calibration, 8) > 0.9
     assert expected_share([Proposal((1,) * 8, drafter_id="plain")], calibration, 8) > 0.9

@@ -20,17 +20,26 @@ from moot.core.speculation.drafter_selection import (
 from moot.core.speculation.policy import SpeculationOptions, make_policy
 
 STEP_S = 0.03
+Says = Mapping[str, tuple[int, float | None]]
+"""(tokens right, seconds until the answer) per drafter."""
 
 
-def a_round(answers: Mapping[str, tuple[int, float | None]]) -> SelectionRound:
-    """(tokens right, seconds until the answer) per drafter that was asked; the best one's were accepted."""
+def a_round(answers: Says) -> SelectionRound:
+    """Of the drafters that were asked; the best one's tokens were accepted."""
     heard = {drafter_id: DrafterAnswer(right, seconds) for drafter_id, (right, seconds) in answers.items()}
     draft_s = max((0.05 if one.seconds is None else one.seconds for one in heard.values()), default=0.0)
     accepted = max((one.num_right for one in heard.values()), default=0)
     return SelectionRound(heard, accepted, accepted + 1, draft_s, draft_s + STEP_S)
 
 
-def play(selection: DrafterSelection, says: Mapping[str, tuple[int, float | None]], rounds: int) -> dict[str, int]:
+def window(**others: tuple[int, float | None]) -> DrafterSelection:
+    """A selection that has seen a good drafter beside these for one window."""
+    selection = DrafterSelection()
+    play(selection, {**GOOD, **others}, WINDOW)
+    return selection
+
+
+def play(selection: DrafterSelection, says: Says, rounds: int) -> dict[str, int]:
     """How often each was asked in so many rounds in which every drafter says the same all along."""
     asked = dict.fromkeys(says, 0)
     for _ in range(rounds):
@@ -41,7 +50,7 @@ def play(selection: DrafterSelection, says: Mapping[str, tuple[int, float | None
     return asked
 
 
-GOOD: dict[str, tuple[int, float | None]] = {"good": (3, 0.004)}
+GOOD: Says = {"good": (3, 0.004)}
 
 
 @pytest.mark.parametrize(
@@ -51,9 +60,7 @@ GOOD: dict[str, tuple[int, float | None]] = {"good": (3, 0.004)}
 def test_one_that_does_not_pay_is_left_out(other: tuple[int, float | None], reason: str) -> None:
     """After one window a drafter is left out, with its reason, which brings nothing that another does not, brings less
     than the wait for it costs, or never answers; then it is asked in few rounds."""
-    selection = DrafterSelection()
-    says = {**GOOD, "other": other}
-    play(selection, says, WINDOW)
+    selection, says = window(other=other), {**GOOD, "other": other}
     (absent,) = selection.left_out.items()
     # Of two that say the same one stays, whichever.
     assert absent[1] == reason
@@ -68,9 +75,8 @@ def test_one_that_does_not_pay_is_left_out(other: tuple[int, float | None], reas
 @pytest.mark.parametrize("wait_s", [None, 0.05, 0.02])
 def test_trying_costs_next_to_nothing(wait_s: float | None) -> None:
     """Whatever one that is left out costs, trying it takes no more than a hundredth of the time."""
-    selection = DrafterSelection()
     says = {**GOOD, "other": (0, wait_s), "another": (0, wait_s)}
-    play(selection, says, WINDOW)
+    selection = window(other=(0, wait_s), another=(0, wait_s))
     assert set(selection.left_out) == {"other", "another"}
     seconds = without = 0.0
     for _ in range(3000):
@@ -83,9 +89,7 @@ def test_trying_costs_next_to_nothing(wait_s: float | None) -> None:
 
 def test_two_that_are_equally_slow_leave_together() -> None:
     """Neither is waited for alone, yet both together are; those that are equally slow and pay for it stay."""
-    selection = DrafterSelection()
-    play(selection, {**GOOD, "slow": (0, 0.04), "slower": (0, 0.041)}, WINDOW)
-    assert dict(selection.left_out) == {"slow": USELESS, "slower": USELESS}
+    assert dict(window(slow=(0, 0.04), slower=(0, 0.041)).left_out) == {"slow": USELESS, "slower": USELESS}
     worth = DrafterSelection()
     play(worth, {"weak": (0, 0.001), "slow": (4, 0.01), "slower": (5, 0.011)}, WINDOW)
     assert "slower" not in worth.left_out
@@ -98,8 +102,7 @@ def test_what_stops_rounds_is_not_waited_with() -> None:
     says = {**GOOD, "silent": (0, None), "unlucky": (0, 0.004)}
     play(selection, says, WINDOW // 8)
     assert dict(selection.left_out) == {"silent": SILENT}
-    twins = DrafterSelection()
-    play(twins, {**GOOD, "twin": GOOD["good"]}, WINDOW)
+    twins = window(twin=GOOD["good"])
     ((absent, _),) = twins.left_out.items()
     (present,) = {"good", "twin"} - {absent}
     play(twins, {absent: (3, 0.004), present: (0, 0.004), "weak": (1, 0.004)}, 3 * WINDOW)
@@ -111,7 +114,7 @@ def test_one_that_turns_slow_is_left_out_at_once() -> None:
     """Whoever begins to stop rounds in the midst of a window is not waited for until its end; one pause of a machine,
     in a round of anybody's, is not taken for that."""
     selection = DrafterSelection()
-    bringing: dict[str, tuple[int, float | None]] = {"weak": (1, 0.0), "other": (4, 0.001)}
+    bringing: Says = {"weak": (1, 0.0), "other": (4, 0.001)}
     play(selection, bringing, WINDOW // 2 + 1)
     assert not selection.left_out
     play(selection, {**bringing, "other": (4, 0.2)}, WINDOW // 4)
@@ -137,8 +140,7 @@ def test_draft_times_count_once_it_is_known_who_is_waited_for() -> None:
 
 def test_one_that_becomes_good_comes_back() -> None:
     """A drafter that is left out and then brings something is asked in every round again soon, and stays."""
-    selection = DrafterSelection()
-    play(selection, {**GOOD, "other": (0, 0.01)}, WINDOW)
+    selection = window(other=(0, 0.01))
     assert set(selection.left_out) == {"other"}
     play(selection, {**GOOD, "other": (6, 0.01)}, 200)
     assert "other" not in selection.left_out
@@ -149,15 +151,14 @@ def test_one_that_becomes_good_comes_back() -> None:
 def test_one_that_turns_again_and_again_is_believed_less_each_time() -> None:
     """A drafter that is good until it is back and bad from then on cannot make its rounds the rule."""
     selection = DrafterSelection()
-    bad = total = 0
+    bad = 0
     for _ in range(6000):
         chosen = selection.choose(["good", "other"])
         is_back = "other" not in selection.left_out
         answers = {**GOOD, "other": (0, None) if is_back else (6, 0.004)}
         selection.learn(a_round({drafter_id: answers[drafter_id] for drafter_id in chosen}))
         bad += is_back
-        total += 1
-    assert bad < 0.15 * total
+    assert bad < 0.15 * 6000
 
 
 def test_the_last_one_is_asked_however_bad() -> None:

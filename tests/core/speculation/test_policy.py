@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ from moot.core.voting.calibration import Calibration, ShareAcceptance
 from moot.core.voting.draft_trie import SHAPES
 from moot.core.voting.voting import POLICIES, vote
 from moot.core.voting.weights import WEIGHTS
+from tests.core.learned import seen, trained
 
 VOCAB = 50
 CONTEXT = 4096
@@ -45,9 +47,7 @@ class Script:
         return Proposal(ids, (self.confidence,) * k, self.drafter_id)
 
 
-def one_round(
-    policy: RequestPolicy, state: Generation, drafters: list[Script], seconds_of_step: float = 0.037, requests: int = 1
-) -> int:
+def one_round(policy: RequestPolicy, state: Generation, drafters: list[Script], seconds_of_step: float = 0.037) -> int:
     """One round as a router drives it; the K asked for is returned."""
     plan = policy.plan(state, CONTEXT)
     k = plan.num_speculative_tokens
@@ -61,12 +61,27 @@ def one_round(
         found.output_token_ids,
         found.finish,
         forward_us=round(seconds_of_step * 1e6),
-        batch_requests=requests,
-        batch_tokens=requests * (1 + len(result.draft)),
+        batch_requests=1,
+        batch_tokens=1 + len(result.draft),
     )
     verification = state.advance(verification, result.draft, proposals, result.winner_ids)
     policy.learn(plan, result, verification, draft_seconds=0.0005)
     return k
+
+
+def play(
+    pool: PoolPolicy, drafters: list[Script], rounds: int, max_tokens: int = 400
+) -> tuple[RequestPolicy, Generation]:
+    """A request of these drafters after so many rounds."""
+    policy, state = pool.open([drafter.drafter_id for drafter in drafters]), start(max_tokens)
+    for _ in range(rounds):
+        one_round(policy, state, drafters)
+    return policy, state
+
+
+def fixed(num_speculative_tokens: int = 4, **options: Any) -> PoolPolicy:
+    """A pool whose requests draft so many tokens in every round."""
+    return make_policy(SpeculationOptions(length="fixed", num_speculative_tokens=num_speculative_tokens, **options))
 
 
 def start(max_tokens: int = 64) -> Generation:
@@ -122,9 +137,8 @@ def test_a_request_may_fix_its_length_or_refuse_drafting() -> None:
     """0: no drafting; n: always n, not above the pool's; None: the policy decides."""
     pool = make_policy(SpeculationOptions(num_speculative_tokens=6))
     state = start()
-    assert pool.open(["a"], 0).plan(state, CONTEXT).num_speculative_tokens == 0
-    assert pool.open(["a"], 3).plan(state, CONTEXT).num_speculative_tokens == 3
-    assert pool.open(["a"], 99).plan(state, CONTEXT).num_speculative_tokens == 6
+    for asked, length in ((0, 0), (3, 3), (99, 6)):
+        assert pool.open(["a"], asked).plan(state, CONTEXT).num_speculative_tokens == length
     assert 0 <= pool.open(["a"]).plan(state, CONTEXT).num_speculative_tokens <= 6
     assert pool.open(["a"], 3).plan(state, CONTEXT).value is None
 
@@ -140,12 +154,8 @@ def test_a_plan_respects_context_and_remaining_tokens() -> None:
 
 def test_the_calibrated_bundle_learns_whom_to_believe() -> None:
     """Two weak drafters of one mind against one good one: after some rounds most of its tokens are accepted."""
-    pool = make_policy(SpeculationOptions(shape="chain", length="fixed", num_speculative_tokens=4))
     drafters = [Script("good", 4, 200), Script("weak", 0, 90), Script("weaker", 0, 90)]
-    policy = pool.open([d.drafter_id for d in drafters])
-    state = start(400)
-    for _ in range(20):
-        one_round(policy, state, drafters)
+    policy, state = play(fixed(shape="chain"), drafters, 20)
     before = state.num_accepted_tokens
     for _ in range(20):
         one_round(policy, state, drafters)
@@ -156,12 +166,8 @@ def test_the_calibrated_bundle_learns_whom_to_believe() -> None:
 
 def test_what_a_request_learned_serves_the_next() -> None:
     """Weights flow back when it closes; tables are the pool's; a forgotten drafter starts anew."""
-    pool = make_policy(SpeculationOptions(length="fixed", num_speculative_tokens=4))
-    drafters = [Script("good", 4), Script("weak", 0)]
-    first = pool.open(["good", "weak"])
-    state = start(200)
-    for _ in range(30):
-        one_round(first, state, drafters)
+    pool = fixed()
+    first, _ = play(pool, [Script("good", 4), Script("weak", 0)], 30)
     first.close()
     second = pool.open(["good", "weak"])
     assert second.weights["good"] > 0.5 > second.weights["weak"]
@@ -173,12 +179,9 @@ def test_what_a_request_learned_serves_the_next() -> None:
 
 def test_pools_do_not_share_what_they_learned() -> None:
     """Nothing learned in one run reaches the next: a second bundle from the same names starts from the priors."""
-    used = make_policy(SpeculationOptions(length="fixed"))
-    policy, state = used.open(["a"]), start(100)
-    for _ in range(10):
-        one_round(policy, state, [Script("a", 8)])
+    policy, _ = play(fixed(8), [Script("a", 8)], 10)
     policy.close()
-    fresh = make_policy(SpeculationOptions(length="fixed"))
+    fresh = fixed(8)
     assert fresh.calibration.of("a").rate(128, 0) == pytest.approx(1 / 3)
     assert fresh.acceptance.rate(0.5, 0) == pytest.approx(0.5)
 
@@ -222,9 +225,7 @@ def test_a_gap_in_the_text_settles_open_gains() -> None:
     compared with the proposals of before the gap, where they would fit by accident."""
 
     def weights_after(gap: int) -> float:
-        policy = make_policy(SpeculationOptions(length="fixed", num_speculative_tokens=4, shape="chain")).open(
-            ["a", "b"]
-        )
+        policy = fixed(shape="chain").open(["a", "b"])
         plan = policy.plan(start(), CONTEXT)
         result = policy.vote(plan, [Proposal((1, 2, 3, 3), drafter_id="a"), Proposal((1, 9), drafter_id="b")])
         policy.learn(plan, result, Verification(4, 1, (1, 2)), 0.0)
@@ -241,35 +242,22 @@ def test_a_slower_step_is_paid_by_every_request_of_it() -> None:
     sent = []
     for load in (Load(1, 0), Load(4, 3)):
         pool = make_policy()
-        for size in range(1, 13):
-            for _ in range(20):
-                pool.verify_cost.observe(size, 0.03 * (0.75 + 0.25 * size))
+        seen(pool.verify_cost, {size: 0.03 * (0.75 + 0.25 * size) for size in range(1, 13)})
         policy = pool.open(["a"])
         plan = policy.plan(start(), CONTEXT, load)
         sent.append(len(policy.vote(RoundPlan(1, 16, plan.value), [Script("a", 8).propose(4, 1)]).draft))
     assert sent == [1, 0]
 
 
-def drive(pool: PoolPolicy, rounds: int, slope: float, requests: int, right: int = 5) -> list[int]:
-    """Rounds of one request among `requests` alike, on a verifier whose step costs base + slope * tokens."""
-    policy = pool.open(["a"])
-    state = start(100_000)
-    asked: list[int] = []
-    drafted = 0
-    for _ in range(rounds):
-        plan_tokens = requests * (1 + drafted)
-        asked.append(one_round(policy, state, [Script("a", right)], 0.03 + slope * plan_tokens, requests))
-        drafted = asked[-1]
-    return asked
-
-
 def test_drafting_stops_at_saturation_and_returns_with_room() -> None:
     """C32: where every token of a step costs the same, K is 0 with many requests; alone on a flat cost it is long."""
     pool = make_policy()
-    assert drive(pool, 60, slope=0.0002, requests=1)[-1] >= 4
-    for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
-        for _ in range(15):
-            pool.verify_cost.observe(size, 0.03 if size <= 16 else 0.03 * size / 16)
+    policy, state = pool.open(["a"]), start(100_000)
+    asked = 0
+    for _ in range(60):
+        asked = one_round(policy, state, [Script("a", 5)], 0.03 + 0.0002 * (1 + asked))
+    assert asked >= 4
+    seen(pool.verify_cost, {2**power: 0.03 * max(1, 2**power / 16) for power in range(10)}, 15)
     policy = pool.open(["a"])
     assert policy.plan(start(), CONTEXT, Load(64, 63)).num_speculative_tokens == 0
     assert policy.plan(start(), CONTEXT, Load(1, 0)).num_speculative_tokens >= 4
@@ -278,11 +266,8 @@ def test_drafting_stops_at_saturation_and_returns_with_room() -> None:
 def test_nodes_that_do_not_pay_are_not_verified() -> None:
     """A drafter known to be wrong costs nothing at the verifier: its tokens are asked for now and then, not sent."""
     pool = make_policy(SpeculationOptions(num_speculative_tokens=4))
-    for _ in range(300):
-        pool.calibration.of("a").record(128, 0, False)
-    for size in (1, 2, 4, 8, 16):
-        for _ in range(15):
-            pool.verify_cost.observe(size, 0.03 + 0.01 * size)
+    trained({"a": 0.0}, 128, 1, pool.calibration)
+    seen(pool.verify_cost, {size: 0.03 + 0.01 * size for size in (1, 2, 4, 8, 16)})
     policy = pool.open(["a"])
     plan = policy.plan(start(), CONTEXT)
     result = policy.vote(plan, [Script("a", 0).propose(4, 4)])
@@ -292,11 +277,8 @@ def test_nodes_that_do_not_pay_are_not_verified() -> None:
 
 def test_one_family_votes_as_one() -> None:
     """Families named at admission reach the calibrated vote."""
-    pool = make_policy(SpeculationOptions(shape="chain", length="fixed", num_speculative_tokens=1))
-    for _ in range(200):
-        pool.calibration.of("a").record(128, 0, _ % 10 < 7)
-        pool.calibration.of("b").record(128, 0, _ % 10 < 6)
-        pool.calibration.of("c").record(128, 0, _ % 10 < 6)
+    pool = fixed(1, shape="chain")
+    trained({"a": 0.7, "b": 0.6, "c": 0.6}, 128, 1, pool.calibration)
     policy = pool.open(["a", "b", "c"])
     proposals = [Proposal((9,), (128,), "a"), Proposal((5,), (128,), "b"), Proposal((5,), (128,), "c")]
     plan = policy.plan(start(), CONTEXT)
@@ -308,7 +290,7 @@ def test_one_family_votes_as_one() -> None:
 
 def test_the_request_ends_inside_a_draft_by_a_stop_string() -> None:
     """C09 through the bundle: what was cut off reaches neither the counters nor the tables."""
-    pool = make_policy(SpeculationOptions(length="fixed", num_speculative_tokens=4, shape="chain"))
+    pool = fixed(shape="chain")
     policy, state = pool.open(["a"]), start()
     plan = policy.plan(state, CONTEXT)
     proposal = Script("a", 4).propose(state.base_length, 4)
@@ -327,7 +309,7 @@ def test_the_request_ends_inside_a_draft_by_a_stop_string() -> None:
 def test_only_what_a_draft_adds_to_the_routers_work_counts() -> None:
     """A round without a draft takes the router's own time, too: of a round that drafts only the difference is a
     cost of drafting. A request that has ended is not waited for any more."""
-    pool = make_policy(SpeculationOptions(num_speculative_tokens=4, length="fixed"))
+    pool = fixed()
     policy = pool.open(["a"])
     verification = Verification(4, 0, (1,), forward_us=10_000, batch_requests=1, batch_tokens=1)
     nothing = policy.vote(RoundPlan(0, 0), [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 import pytest
@@ -13,11 +13,17 @@ from moot.core.speculation.policy import RoundPlan, SpeculationOptions, make_pol
 from moot.core.types import Proposal
 from moot.core.voting.calibration import OwnAcceptance, ShareAcceptance
 from moot.core.voting.draft_trie import Budget, worth
+from tests.core.learned import seen, trained
 
 
 def cpu(num_tokens: int) -> float:
     """8 rows for nothing, then one costs a second."""
     return 10.0 + max(num_tokens - 8, 0)
+
+
+def kinked(slope: float, free: int) -> Callable[[int], float]:
+    """So many rows for nothing, then each costs `slope`."""
+    return lambda num_tokens: 1.0 + slope * max(num_tokens - free, 0)
 
 
 def spent(budget: Budget, offers: dict[str, Sequence[float]], num_requests: float) -> dict[str, int]:
@@ -27,20 +33,18 @@ def spent(budget: Budget, offers: dict[str, Sequence[float]], num_requests: floa
     return counts
 
 
-def test_the_best_nodes_of_all_requests_fill_the_step() -> None:
+COPY = [9.0, 8.0, 7.0, 6.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("free", "sent", "price"), [([3.0, 1.5, 1.0], 1, 3.0), ([3.0, 2.5], 2, 2.5), ([3.0, 1.9], 1, 3.0)]
+)
+def test_the_best_nodes_of_all_requests_fill_the_step(free: list[float], sent: int, price: float) -> None:
     """Two requests, 8 free rows: 2 are theirs, 6 for the best nodes, 5 of the better request's and 1 of the other's;
-    a 7th costs both a second, 2 in all, and none that is left is worth 2."""
+    a 7th costs both a second, 2 in all: one that is worth 2.5 pays them, one worth 1.9 does not."""
     budget = Budget(cpu)
-    offers = {"copy": [9.0, 8.0, 7.0, 6.0, 5.0], "free": [3.0, 1.5, 1.0]}
-    assert spent(budget, offers, 2) == {"copy": 5, "free": 1}
-    assert budget.price == 3.0
-
-
-def test_a_node_beyond_the_free_rows_pays_for_every_request() -> None:
-    """As before, with a second node of the other's worth 2.5: it pays the 2 seconds, one worth 1.9 would not."""
-    for worth_of_it, count in ((2.5, 2), (1.9, 1)):
-        offers = {"copy": [9.0, 8.0, 7.0, 6.0, 5.0], "free": [3.0, worth_of_it]}
-        assert spent(Budget(cpu), offers, 2) == {"copy": 5, "free": count}
+    assert spent(budget, {"copy": COPY, "free": free}, 2) == {"copy": 5, "free": sent}
+    assert budget.price == price
 
 
 def test_one_request_alone_spends_what_pays() -> None:
@@ -91,11 +95,8 @@ VALUES = st.lists(st.floats(0.01, 20.0), max_size=6).map(lambda values: sorted(v
 def test_the_budget_is_the_joint_optimum(offers: list[list[float]], slope: float, free: int) -> None:
     """Whatever is offered, nobody sends a node that is worth less than one that another keeps back, and with values
     that differ the count is that of all offers in one list, cut where it pays."""
-
-    def seconds(num_tokens: int) -> float:
-        return 1.0 + slope * max(num_tokens - free, 0)
-
-    budget, count = Budget(seconds), len(offers)
+    seconds, count = kinked(slope, free), len(offers)
+    budget = Budget(seconds)
     sent = spent(budget, {str(i): values for i, values in enumerate(offers)}, count)
     kept = [value for i, values in enumerate(offers) for value in values[sent[str(i)] :]]
     gone = [value for i, values in enumerate(offers) for value in values[: sent[str(i)]]]
@@ -111,12 +112,10 @@ def test_the_budget_is_the_joint_optimum(offers: list[list[float]], slope: float
 def test_a_higher_load_never_buys_more(values: list[float], few: int, more: int, slope: float, free: int) -> None:
     """The same nodes, rows that are free and then expensive: with more requests in the step each sends as many or
     fewer."""
-
-    def seconds(num_tokens: int) -> float:
-        return 1.0 + slope * max(num_tokens - free, 0)
-
-    quiet = spent(Budget(seconds), {str(i): values for i in range(few)}, few)["0"]
-    busy = spent(Budget(seconds), {str(i): values for i in range(few + more)}, few + more)["0"]
+    quiet, busy = (
+        spent(Budget(kinked(slope, free)), {str(i): values for i in range(count)}, count)["0"]
+        for count in (few, few + more)
+    )
     assert busy <= quiet
 
 
@@ -144,11 +143,8 @@ def test_every_shape_is_cut_at_the_price(shape: str) -> None:
     sizes = []
     for row_s in (0.0, 0.012, 1.0):
         pool = make_policy(SpeculationOptions(shape=shape, num_speculative_tokens=4))
-        for index in range(400):
-            pool.calibration.of("a").record(128, 0, index % 10 < 6)
-        for size in (1, 2, 3, 4, 5, 6):
-            for _ in range(20):
-                pool.verify_cost.observe(size, 0.03 + row_s * size)
+        trained({"a": 0.6}, 128, 1, pool.calibration)
+        seen(pool.verify_cost, {size: 0.03 + row_s * size for size in range(1, 7)})
         policy = pool.open(["a", "b"])
         sizes.append(len(policy.vote(RoundPlan(4, 16, value=0.03), proposals).draft))
         policy.close()

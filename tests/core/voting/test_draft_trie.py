@@ -26,24 +26,15 @@ def edges(result: VoteResult) -> set[tuple[int, ...]]:
 
 def test_shapes_of_one_vote() -> None:
     """chain: the voted path; siblings: and the children that lost to it, nothing below them; tree: the whole trie."""
-    chain = vote(THREE, WEIGHTS, shape="chain")
-    siblings = vote(THREE, WEIGHTS, shape="siblings")
-    tree = vote(THREE, WEIGHTS, shape="tree")
-    assert edges(chain) == {(1,), (1, 2), (1, 2, 3)}
-    assert edges(siblings) == edges(chain) | {(7,), (1, 5)}
-    assert edges(tree) == edges(siblings) | {(7, 8)}
+    chain, siblings, tree = (edges(vote(THREE, WEIGHTS, shape=shape)) for shape in ("chain", "siblings", "tree"))
+    assert chain == {(1,), (1, 2), (1, 2, 3)}
+    assert siblings == chain | {(7,), (1, 5)}
+    assert tree == siblings | {(7, 8)}
 
 
 def test_tree_spends_its_budget_on_the_most_probable_nodes() -> None:
     """The probabilities are products of shares; of equal ones, (7,) and (1, 2, 3) with .2, the shallower is taken."""
-    chances = {
-        (1,): 0.8,
-        (1, 2): 0.8 * 0.5,
-        (1, 5): 0.8 * 0.3,
-        (7,): 0.2,
-        (1, 2, 3): 0.8 * 0.5 * 0.5,
-        (7, 8): 0.2 * 0.2,
-    }
+    chances = {(1,): 0.8, (1, 2): 0.4, (1, 5): 0.24, (7,): 0.2, (1, 2, 3): 0.2, (7, 8): 0.04}
     ranked = list(chances)
     for budget in range(7):
         result = vote(THREE, WEIGHTS, shape="tree", max_draft_tokens=budget)
@@ -94,23 +85,16 @@ def test_learned_acceptance_keeps_the_order_of_shares_in_a_bucket() -> None:
 
 
 def test_a_node_is_added_while_it_pays() -> None:
-    """Probability times value against marginal cost, for a straight cost: the boundary is exact."""
+    """Probability times value against marginal cost, for a straight cost: the boundary is exact. Where the third node
+    opens a new tile that costs .5 it does not pay alone, with two more of .3 it does."""
     chances = [0.9, 0.5, 0.3, 0.1]
     assert worth(chances, value=1.0, cost=lambda n: 0.2 * n) == 3
     assert worth(chances, value=1.0, cost=lambda n: 0.0) == 4
     assert worth(chances, value=1.0, cost=lambda n: 1.0 * n) == 0
     assert worth([0.5, 0.25], value=1.0, cost=lambda n: 0.25 * n) == 1, "what just breaks even is not worth it"
     assert worth([], value=1.0, cost=lambda n: n) == 0
-
-
-def test_a_step_in_the_cost_is_crossed_only_if_paid_for() -> None:
-    """Tiles: the third node opens a new tile that costs .5. Alone it does not pay, three more nodes of .3 do."""
-
-    def cost(n: int) -> float:
-        return 0.5 if n > 2 else 0.0
-
-    assert worth([0.9, 0.8, 0.3], 1.0, cost) == 2
-    assert worth([0.9, 0.8, 0.3, 0.3, 0.3], 1.0, cost) == 5
+    assert worth([0.9, 0.8, 0.3], 1.0, lambda n: 0.5 * (n > 2)) == 2
+    assert worth([0.9, 0.8, 0.3, 0.3, 0.3], 1.0, lambda n: 0.5 * (n > 2)) == 5
 
 
 def test_vote_drops_what_does_not_pay() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from moot.core.types import Draft, Proposal
 from moot.core.voting.calibration import Calibration, DrafterTable, ShareAcceptance
 from moot.core.voting.draft_trie import SHAPES, DraftTrie
 from moot.core.voting.voting import INVALID_REASONS, POLICIES, VoteResult, validate_proposal, vote
+from tests.core.learned import trained
 
 DRAFTERS = ("a", "b", "c", "d")
 
@@ -55,16 +58,9 @@ def test_any_vote_yields_a_wellformed_draft_in_any_order_of_arrival(
     calibration.of("a").record(200, 0, True)
 
     def run(ordered: list[Proposal]) -> VoteResult:
-        return vote(
-            ordered,
-            weights,
-            policy=policy,
-            shape=shape,
-            num_speculative_tokens=k,
-            max_draft_tokens=budget,
-            calibration=calibration,
-            acceptance=ShareAcceptance(),
-        )
+        limits = {"num_speculative_tokens": k, "max_draft_tokens": budget}
+        learned = {"calibration": calibration, "acceptance": ShareAcceptance()}
+        return vote(ordered, weights, policy=policy, shape=shape, **limits, **learned)  # type: ignore[arg-type]
 
     result = run(proposals)
     draft = result.draft
@@ -103,31 +99,18 @@ def test_majority_counts_weights_at_each_depth() -> None:
 
 
 def test_positions_are_never_voted_independently() -> None:
-    """7 leads at the second position when positions are counted alone, but nobody proposed 5 then 7."""
+    """7 leads at the second position when positions are counted alone, but nobody proposed 5 then 7: that wrong rule
+    yields a text that no drafter proposed."""
     proposals = [proposal("a", 5, 6), proposal("b", 5, 6), proposal("c", 1, 7), proposal("d", 2, 7)]
     weights = {"a": 0.3, "b": 0.3, "c": 0.35, "d": 0.35}
-    assert path_ids(vote(proposals, weights, policy="majority")) == (5, 6)
-
-
-def spliced(proposals: list[Proposal], weights: dict[str, float]) -> tuple[int, ...]:
-    """A wrong rule: each position is voted on its own."""
-    ids: list[int] = []
-    for depth in range(max(len(p.token_ids) for p in proposals)):
-        tally: dict[int, float] = {}
+    spliced: list[int] = []
+    for depth in range(2):
+        tally: Counter[int] = Counter()
         for p in proposals:
-            if depth < len(p.token_ids):
-                tally[p.token_ids[depth]] = tally.get(p.token_ids[depth], 0.0) + weights[p.drafter_id]
-        ids.append(max(tally, key=lambda token: (tally[token], -token)))
-    return tuple(ids)
-
-
-def test_splicing_is_detected_as_incoherent() -> None:
-    """The wrong rule yields a text that no drafter proposed; the check on heads of proposals catches it."""
-    proposals = [proposal("a", 5, 6), proposal("b", 5, 6), proposal("c", 1, 7), proposal("d", 2, 7)]
-    weights = {"a": 0.3, "b": 0.3, "c": 0.35, "d": 0.35}
-    heads = {p.token_ids for p in proposals}
-    assert spliced(proposals, weights) not in heads
-    assert path_ids(vote(proposals, weights, policy="majority")) in heads
+            tally[p.token_ids[depth]] += weights[p.drafter_id]  # type: ignore[assignment]  # weights are no counts
+        spliced.append(max(tally, key=tally.__getitem__))
+    assert tuple(spliced) not in {p.token_ids for p in proposals}
+    assert path_ids(vote(proposals, weights, policy="majority")) == (5, 6)
 
 
 def test_tie_goes_to_the_heaviest_single_drafter_then_to_the_lowest_id() -> None:
@@ -153,15 +136,6 @@ def test_best_takes_the_whole_proposal_of_the_heaviest() -> None:
     result = vote(proposals, {"a": 0.4, "b": 0.3, "c": 0.3}, policy="best", shape="tree")
     assert result.draft == Draft.chain((1, 2, 3))
     assert result.winner_ids == ("a",)
-
-
-def trained(rates: dict[str, float], confidence: int = 0) -> Calibration:
-    calibration = Calibration()
-    for id_, rate in rates.items():
-        for i in range(400):
-            for depth in range(3):
-                calibration.of(id_).record(confidence, depth, (i * 37 % 100) < rate * 100)
-    return calibration
 
 
 def test_calibrated_lets_one_right_drafter_outvote_two_weak_ones() -> None:
@@ -206,15 +180,12 @@ def test_agreement_ranks_and_the_strongest_says_how_likely() -> None:
 
 def test_confidence_decides_when_it_was_informative() -> None:
     """The same drafter is believed in the bin where it was right and not where it was wrong."""
-    table = Calibration()
-    for _ in range(200):
-        table.of("a").record(250, 0, True)
-        table.of("a").record(10, 0, False)
-        table.of("b").record(100, 0, _ % 2 == 0)
-    sure = [proposal("a", 1, confidence=250), proposal("b", 5, confidence=100)]
-    unsure = [proposal("a", 1, confidence=10), proposal("b", 5, confidence=100)]
-    assert path_ids(vote(sure, {}, policy="calibrated", calibration=table)) == (1,)
-    assert path_ids(vote(unsure, {}, policy="calibrated", calibration=table)) == (5,)
+    table = trained({"a": 1.0}, 250)
+    trained({"a": 0.0}, 10, calibration=table)
+    trained({"b": 0.5}, 100, calibration=table)
+    for byte, winner in ((250, 1), (10, 5)):
+        proposals = [proposal("a", 1, confidence=byte), proposal("b", 5, confidence=100)]
+        assert path_ids(vote(proposals, {}, policy="calibrated", calibration=table)) == (winner,)
 
 
 def test_hit_rate_starts_from_the_prior_moves_and_forgets() -> None:
@@ -265,7 +236,7 @@ def test_valid_proposals_have_no_reason() -> None:
 
 def test_abstaining_is_neither_for_nor_against() -> None:
     """C33: drafters with nothing to say are not counted as agreeing; nobody at all is no agreement, not a full one."""
-    empty = [Proposal((), drafter_id="a"), Proposal((), drafter_id="b"), Proposal((), drafter_id="c")]
+    empty = [proposal(id_) for id_ in "abc"]
     for policy in POLICIES:
         silent = vote(empty, {}, policy=policy, calibration=Calibration())
         assert (silent.draft, silent.winners, silent.winner_ids, silent.agreement_ratio) == (Draft(), (), (), None)

@@ -49,6 +49,17 @@ def made(runner: ModelRunner, folder: Path, **options: Any) -> HeadsDrafter:
     return drafter
 
 
+@pytest.fixture(scope="module")
+def drafter(runner: ModelRunner, head_folder: Path) -> HeadsDrafter:
+    return made(runner, head_folder)
+
+
+def said(drafter: HeadsDrafter, *asked: Any, **options: Any) -> list[Proposal]:
+    """What it proposes to one ask."""
+    (chains,) = drafter.propose([ask(*asked, **options)])
+    return chains
+
+
 def make_chosen(folder: Path, source: Path, count: int) -> Path:
     """A copy of a head that was never told of more than its first ids."""
     head, config = RecurrentHead.load(source)
@@ -73,11 +84,10 @@ SAMPLED = [SamplingParams(temperature=temperature, seed=seed) for temperature in
 
 @pytest.mark.parametrize("params", [GREEDY, *SAMPLED], ids=lambda params: f"t{params.temperature}s{params.seed}")
 def test_a_chain_is_what_the_head_says_step_by_step(
-    runner: ModelRunner, head_folder: Path, params: SamplingParams
+    runner: ModelRunner, head_folder: Path, drafter: HeadsDrafter, params: SamplingParams
 ) -> None:
     """Greedy: the highest logit. Sampled: the highest of logit / T and the target's own noise of that position, which
     is what makes both choose alike. Bytes: the head's own probability."""
-    drafter = made(runner, head_folder)
     for seed in range(8):
         one = ask(seed, params)
         ((chain,),) = drafter.propose([one])
@@ -87,49 +97,44 @@ def test_a_chain_is_what_the_head_says_step_by_step(
         assert all(abs(a - b) <= 1 for a, b in zip(chain.confidences, confidences, strict=False))
 
 
-def test_asks_together_are_answered_as_one_by_one(runner: ModelRunner, head_folder: Path) -> None:
+EVERY: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+    {"temperature": 1.2, "min_p": 0.05},
+    {"temperature": 0.8, "repetition_penalty": 1.5},
+    {"temperature": 0.0, "logit_bias": {77: 3.0}},
+]
+
+
+def test_asks_together_are_answered_as_one_by_one(drafter: HeadsDrafter) -> None:
     """All sessions of a step, of any length, width and parameters, take the same passes and do not meet."""
-    drafter = made(runner, head_folder)
     draw = random.Random(5)
     asks = []
     for seed in range(24):
-        params = draw.choice(
-            [
-                GREEDY,
-                SamplingParams(temperature=0.9, seed=seed),
-                SamplingParams(temperature=0.7, top_p=0.8, top_k=20, seed=seed),
-                SamplingParams(temperature=1.2, min_p=0.05, seed=seed),
-                SamplingParams(temperature=0.8, repetition_penalty=1.5, seed=seed),
-                replace(GREEDY, logit_bias={77: 3.0}),
-            ]
-        )
+        params = SamplingParams(seed=seed, **draw.choice(EVERY))
         asks.append(ask(seed, params, draw.randint(0, 6), draw.randint(1, 4), draw.randint(1, 62)))
     batched = drafter.propose(asks)
     assert batched == [drafter.propose([one])[0] for one in asks]
     assert sum(map(len, batched)) > 24
 
 
-def test_filters_leave_out_what_the_sampler_would(runner: ModelRunner, head_folder: Path) -> None:
+def test_filters_leave_out_what_the_sampler_would(drafter: HeadsDrafter) -> None:
     """top_k, top_p and min_p draw from the ids that they keep: where one id is left, every seed draws it."""
-    drafter = made(runner, head_folder)
     for seed in range(6):
-        best = drafter.propose([ask(seed, num_tokens=1)])[0][0].token_ids
+        best = said(drafter, seed, num_tokens=1)[0].token_ids
         for filters in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
             params = SamplingParams(temperature=1.5, seed=seed + 10, **filters)  # type: ignore[arg-type]
-            assert drafter.propose([ask(seed, params, 1)])[0][0].token_ids == best
-        kept = {
-            chain.token_ids[0]
-            for chain in drafter.propose([ask(seed, SamplingParams(temperature=9.0, top_k=3, seed=4), 1, 9)])[0]
-        }
-        assert len(kept) == 3
+            assert said(drafter, seed, params, 1)[0].token_ids == best
+        wide = said(drafter, seed, SamplingParams(temperature=9.0, top_k=3, seed=4), 1, 9)
+        assert len({chain.token_ids[0] for chain in wide}) == 3
 
 
-def test_a_wide_ask_gets_chains_that_part_at_their_first_token(runner: ModelRunner, head_folder: Path) -> None:
+def test_a_wide_ask_gets_chains_that_part_at_their_first_token(drafter: HeadsDrafter) -> None:
     """The second-best first tokens, best first, each continued; the first chain is that of a narrow ask."""
-    drafter = made(runner, head_folder)
     for seed in range(6):
-        chains = drafter.propose([ask(seed, width=4)])[0]
-        narrow = drafter.propose([ask(seed)])[0]
+        chains = said(drafter, seed, width=4)
+        narrow = said(drafter, seed)
         assert chains[0] == narrow[0]
         firsts = [chain.token_ids[0] for chain in chains]
         assert len(set(firsts)) == len(chains) == 4
@@ -141,30 +146,29 @@ def lengths(answers: list[list[Proposal]]) -> list[list[int]]:
     return [[len(chain.token_ids) for chain in chains] for chains in answers]
 
 
-def test_it_proposes_no_more_than_it_may(runner: ModelRunner, head_folder: Path) -> None:
+def test_it_proposes_no_more_than_it_may(runner: ModelRunner, head_folder: Path, drafter: HeadsDrafter) -> None:
     """K, its own longest chain, the context, no width and no K."""
     free = SamplingParams(temperature=0.0, ignore_eos=True)
     asks = [ask(1, free, number, width, length) for number, width, length in [(2, 1, 9), (9, 1, 9), (9, 1, 62)]]
     asks += [ask(1, free, 9, 1, 64), ask(1, free, 0), ask(1, free, 3, 0)]
     assert lengths(made(runner, head_folder, max_tokens=5).propose(asks)) == [[2], [5], [2], [], [], []]
-    assert made(runner, head_folder).propose([]) == []
+    assert drafter.propose([]) == []
 
 
-def test_a_chain_ends_where_the_request_would(runner: ModelRunner, head_folder: Path) -> None:
+def test_a_chain_ends_where_the_request_would(drafter: HeadsDrafter) -> None:
     """Nothing follows an end token or a stop id."""
-    drafter = made(runner, head_folder)
-    plain = drafter.propose([ask(2, SamplingParams(temperature=0.0, ignore_eos=True))])[0][0].token_ids
+    plain = said(drafter, 2, SamplingParams(temperature=0.0, ignore_eos=True))[0].token_ids
     stop = SamplingParams(temperature=0.0, ignore_eos=True, stop_token_ids=frozenset({plain[1]}))
-    chain = drafter.propose([ask(2, stop)])[0][0].token_ids
+    chain = said(drafter, 2, stop)[0].token_ids
     assert chain == plain[: plain.index(plain[1]) + 1]
 
 
-def test_a_chain_ends_where_confidence_falls(runner: ModelRunner, head_folder: Path) -> None:
+def test_a_chain_ends_where_confidence_falls(runner: ModelRunner, head_folder: Path, drafter: HeadsDrafter) -> None:
     """Every kept token's whole path is as probable as asked for, and what a chain says is what it says without."""
-    free, sure = made(runner, head_folder), made(runner, head_folder, min_confidence=0.05)
+    sure = made(runner, head_folder, min_confidence=0.05)
     shorter = 0
     for seed in range(12):
-        whole, cut = free.propose([ask(seed, width=3)])[0], sure.propose([ask(seed, width=3)])[0]
+        whole, cut = said(drafter, seed, width=3), said(sure, seed, width=3)
         for chain in cut:
             assert any(chain.token_ids == other.token_ids[: len(chain.token_ids)] for other in whole)
             reach = 1.0
@@ -175,33 +179,31 @@ def test_a_chain_ends_where_confidence_falls(runner: ModelRunner, head_folder: P
     assert shorter > 3
 
 
-def test_requests_with_rules_of_their_own_are_drafted_by_them(runner: ModelRunner, head_folder: Path) -> None:
+def test_requests_with_rules_of_their_own_are_drafted_by_them(drafter: HeadsDrafter) -> None:
     """Allowed ids, a bias, no end before min_tokens; ids that the head does not know are never proposed."""
-    drafter = made(runner, head_folder)
     for params in (GREEDY, SamplingParams(temperature=1.0, seed=3)):
         for seed in range(5):
             allowed = replace(params, allowed_token_ids=frozenset({3, 50, 61}))
-            chains = drafter.propose([ask(seed, allowed, width=3)])[0]
+            chains = said(drafter, seed, allowed, width=3)
             assert {token for chain in chains for token in chain.token_ids} <= {50, 61}
             assert len(chains) == 2
             biased = replace(params, logit_bias={99: 1e4})
-            assert drafter.propose([ask(seed, biased)])[0][0].token_ids == (99,) * 4
+            assert said(drafter, seed, biased)[0].token_ids == (99,) * 4
             ending = replace(params, logit_bias={258: 1e4}, min_tokens=8)
-            chain = drafter.propose([ask(seed, ending)])[0][0].token_ids
+            chain = said(drafter, seed, ending)[0].token_ids
             # Six of the nine ids are output: the next two must not end.
             assert 258 not in chain[:2]
             assert chain[2:] == (258,)
             assert drafter.propose([ask(seed, replace(params, allowed_token_ids=frozenset({3})))])[0] == []
 
 
-def test_a_state_that_is_not_finite_abstains_alone(runner: ModelRunner, head_folder: Path) -> None:
+def test_a_state_that_is_not_finite_abstains_alone(drafter: HeadsDrafter) -> None:
     """Its batch-mates are answered as ever."""
-    drafter = made(runner, head_folder)
     for params in (GREEDY, SAMPLED[0], replace(GREEDY, logit_bias={77: 1.0})):
         broken = replace(ask(1, params), state=torch.full((64,), torch.nan))
         first, second, third = drafter.propose([ask(2, params), broken, ask(3, params)])
         assert second == []
-        assert [first, third] == [drafter.propose([ask(seed, params)])[0] for seed in (2, 3)]
+        assert [first, third] == [said(drafter, seed, params) for seed in (2, 3)]
 
 
 def test_a_head_of_another_target_is_refused(runner: ModelRunner, head_folder: Path, tmp_path: Path) -> None:
@@ -302,15 +304,14 @@ def test_only_the_most_frequent_ids_are_guessed_where_asked(
         made(runner, head_folder, rows=-1)
 
 
-def test_what_was_drawn_first_is_the_surest(runner: ModelRunner, head_folder: Path) -> None:
+def test_what_was_drawn_first_is_the_surest(drafter: HeadsDrafter) -> None:
     """At temperature > 0 the chains of a wide ask stand in the order of their draw, and so do their confidences: the
     vote may trust them as it trusts greedy ones, though the likeliest token need not be drawn."""
-    drafter = made(runner, head_folder)
     unlikely = 0
     for seed in range(30):
         params = SamplingParams(temperature=20.0, seed=seed)
-        chains = drafter.propose([ask(seed, params, 1, 4)])[0]
+        chains = said(drafter, seed, params, 1, 4)
         firsts = [chain.confidences[0] for chain in chains]
         assert firsts == sorted(firsts, reverse=True)
-        unlikely += chains[0].token_ids != drafter.propose([ask(seed, num_tokens=1)])[0][0].token_ids
+        unlikely += chains[0].token_ids != said(drafter, seed, num_tokens=1)[0].token_ids
     assert unlikely > 10

@@ -20,12 +20,16 @@ from moot.drafters.neural.neural import NeuralDrafter
 from moot.drafters.neural.neural_sessions import NeuralSession
 from moot.drafters.registry import create
 from moot.testing.tiny_model import make_tiny_model
-
-VOCAB = 259  # of the tokenizer; the model has 300 rows, those from 259 on are padding
-CONTEXT = 96
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-COUPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=77, ignore_eos=True)
-PENALISED = SamplingParams(temperature=0.7, repetition_penalty=1.4, seed=5, ignore_eos=True)
+from tests.drafters.neural.draft_models import (
+    CONTEXT,
+    COUPLED,
+    GREEDY,
+    PENALISED,
+    VOCAB,
+    chain_ids,
+    neural,
+    poisoned,
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,35 +42,32 @@ def oracle(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
 
 
-def neural(folder: Path, **options: object) -> NeuralDrafter:
-    defaults = {"model": folder, "dtype": "float64", "device": "cpu", "batch_invariant": True, "num_threads": 1}
-    drafter = create("neural", defaults | options)
-    assert isinstance(drafter, NeuralDrafter)
-    return drafter
-
-
 @pytest.fixture(scope="module")
 def drafter(folder: Path) -> NeuralDrafter:
     return neural(folder, prefill_chunk=7)
 
 
 @torch.inference_mode()
+def next_row(oracle: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits [vocab] after `tokens`, from a full forward of all of them."""
+    return oracle(torch.tensor([list(tokens)]), use_cache=False).logits[0, -1, :VOCAB]  # type: ignore[no-any-return]
+
+
+def close(drafter: NeuralDrafter, *sessions: NeuralSession) -> None:
+    """Of the last sessions: nothing is left of them."""
+    for session in sessions:
+        drafter.close(session)
+    assert drafter.kv_used_tokens == 0
+
+
 def continuation(
     oracle: Any, prefix: Sequence[int], num_tokens: int, params: SamplingParams, first: int | None = None
 ) -> tuple[int, ...]:
     """Token by token from a full forward of everything before; `first` forces the first one."""
-    tokens = list(prefix)
-    if first is not None:
-        tokens.append(first)
+    tokens = [*prefix] if first is None else [*prefix, first]
     while len(tokens) < len(prefix) + num_tokens:
-        row = oracle(torch.tensor([tokens]), use_cache=False).logits[0, -1, :VOCAB].tolist()
-        tokens.append(sample_token(row, params, len(tokens), tokens, ()))
+        tokens.append(sample_token(next_row(oracle, tokens).tolist(), params, len(tokens), tokens, ()))
     return tuple(tokens[len(prefix) :])
-
-
-def chain_ids(drafter: NeuralDrafter, session: NeuralSession, num_tokens: int) -> tuple[int, ...]:
-    chains = drafter.propose([Ask(session, num_tokens)])[0]
-    return chains[0].token_ids if chains else ()
 
 
 @pytest.mark.parametrize("params", [GREEDY, COUPLED, PENALISED], ids=["greedy", "coupled", "penalised"])
@@ -96,8 +97,7 @@ def test_proposal_is_the_models_own_text_after_any_resync(
             break
     assert followed
     assert left
-    drafter.close(session)
-    assert drafter.kv_used_tokens == 0
+    close(drafter, session)
 
 
 def test_asking_for_more_goes_on_where_the_last_ended(drafter: NeuralDrafter, oracle: Any) -> None:
@@ -121,24 +121,13 @@ def test_asking_for_more_goes_on_where_the_last_ended(drafter: NeuralDrafter, or
 def test_batched_equals_alone(drafter: NeuralDrafter) -> None:
     """Rows of one ragged forward never mix: prefixes, K and parameters differ per ask (C04)."""
     rng = random.Random(9)
-    cases = [
-        (
-            [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))],
-            rng.randrange(1, 7),
-            rng.choice([GREEDY, COUPLED]),
-        )
-        for _ in range(9)
-    ]
-    alone = []
-    for prefix, num_tokens, params in cases:
-        session = drafter.open(prefix, params)
-        alone.append(drafter.propose([Ask(session, num_tokens)])[0])
-        drafter.close(session)
-    sessions = [drafter.open(prefix, params) for prefix, _, params in cases]
-    batched = drafter.propose([Ask(s, n) for s, (_, n, _) in zip(sessions, cases, strict=True)])
-    assert batched == alone
-    for session in sessions:
-        drafter.close(session)
+    prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))] for _ in range(9)]
+    opened = [(prefix, rng.choice([GREEDY, COUPLED])) for prefix in prefixes]
+    lengths = [rng.randrange(1, 7) for _ in prefixes]
+    alone, sessions = ([drafter.open(prefix, params) for prefix, params in opened] for _ in range(2))
+    batched = drafter.propose([Ask(*each) for each in zip(sessions, lengths, strict=True)])
+    assert batched == [drafter.propose([Ask(*each)])[0] for each in zip(alone, lengths, strict=True)]
+    close(drafter, *alone, *sessions)
 
 
 def test_branches_part_at_the_first_token(drafter: NeuralDrafter, oracle: Any) -> None:
@@ -161,9 +150,7 @@ def test_second_branch_is_the_second_best(drafter: NeuralDrafter, oracle: Any) -
     prefix = [40, 41, 42]
     session = drafter.open(prefix, GREEDY)
     chains = drafter.propose([Ask(session, 1, 4)])[0]
-    with torch.inference_mode():
-        row = oracle(torch.tensor([prefix]), use_cache=False).logits[0, -1, :VOCAB]
-    assert [chain.token_ids[0] for chain in chains] == row.argsort(descending=True)[:4].tolist()
+    assert [chain.token_ids[0] for chain in chains] == next_row(oracle, prefix).argsort(descending=True)[:4].tolist()
     assert [chain.confidences for chain in chains] == sorted((c.confidences for c in chains), reverse=True)
     drafter.close(session)
 
@@ -172,11 +159,8 @@ def test_stops_before_an_unlikely_token(folder: Path, oracle: Any) -> None:
     """A chain ends where the model's own probability falls below the limit; an unlikely first token abstains."""
     prefix = [9, 8, 7]
     tokens = continuation(oracle, prefix, 6, GREEDY)
-    shares = []
-    for index, token in enumerate(tokens):
-        with torch.inference_mode():
-            row = oracle(torch.tensor([[*prefix, *tokens[:index]]]), use_cache=False).logits[0, -1, :VOCAB]
-        shares.append(float(row.softmax(-1)[token]))
+    rows = [next_row(oracle, [*prefix, *tokens[:index]]) for index in range(len(tokens))]
+    shares = [float(row.softmax(-1)[token]) for row, token in zip(rows, tokens, strict=True)]
     limit = sorted(shares)[2] + 1e-9
     expected = next(index for index, share in enumerate(shares) if share < limit)
     sure = neural(folder, min_confidence=limit)
@@ -212,9 +196,7 @@ def test_context_limit_is_respected(drafter: NeuralDrafter) -> None:
     drafter.extend(near, [1, 1, 1, 1])
     assert drafter.propose([Ask(near, 8)]) == [[]]
     drafter.warm(past)
-    for session in (near, past, fine):
-        drafter.close(session)
-    assert drafter.kv_used_tokens == 0
+    close(drafter, near, past, fine)
 
 
 def test_ids_in_the_padding_are_never_emitted_nor_fed(drafter: NeuralDrafter) -> None:
@@ -225,33 +207,24 @@ def test_ids_in_the_padding_are_never_emitted_nor_fed(drafter: NeuralDrafter) ->
     assert len(answers[0][0].token_ids) == 30
     assert all(token < VOCAB for token in answers[0][0].token_ids)
     assert answers[1] == []
-    drafter.close(session)
-    drafter.close(foreign)
+    close(drafter, session, foreign)
 
 
 def test_rows_that_are_not_finite_abstain_alone(folder: Path, tmp_path: Path) -> None:
     """C20: a NaN row drops that proposal only; the same batch serves the others."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[200] = float("nan")
-    model.save_pretrained(tmp_path / "model")
-    for path in folder.glob("tokenizer*"):
-        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
-    drafter = neural(tmp_path / "model", batch_invariant=False)
-    poisoned, fine = drafter.open([1, 200, 3], GREEDY), drafter.open([1, 2, 3], GREEDY)
-    answers = drafter.propose([Ask(poisoned, 4), Ask(fine, 4)])
+    drafter = neural(poisoned(folder, tmp_path / "model", 200), batch_invariant=False)
+    sick, fine = drafter.open([1, 200, 3], GREEDY), drafter.open([1, 2, 3], GREEDY)
+    answers = drafter.propose([Ask(sick, 4), Ask(fine, 4)])
     assert answers[0] == []
     assert len(answers[1][0].token_ids) == 4
-    assert drafter.propose([Ask(poisoned, 4, 2)]) == [[]]
-    drafter.extend(poisoned, [4, 5])
-    assert drafter.propose([Ask(poisoned, 4)]) == [[]]
+    assert drafter.propose([Ask(sick, 4, 2)]) == [[]]
+    drafter.extend(sick, [4, 5])
+    assert drafter.propose([Ask(sick, 4)]) == [[]]
 
 
 def test_without_room_idle_caches_go_first(folder: Path, oracle: Any) -> None:
     """KV memory is bounded: the least recently used session's cache is rebuilt later, proposals stay the same."""
-    small = neural(folder, kv_capacity_tokens=1024)  # two pages of 512
-    prefixes = [[n, n + 1, n + 2] for n in range(4)]
-    sessions = [small.open(prefix, GREEDY) for prefix in prefixes]
+    small, prefixes, sessions = crowded(folder, 4)
     for _ in range(2):
         for session, prefix in zip(sessions, prefixes, strict=True):
             assert chain_ids(small, session, 3) == continuation(oracle, prefix, 3, GREEDY)
@@ -259,26 +232,32 @@ def test_without_room_idle_caches_go_first(folder: Path, oracle: Any) -> None:
     for session, prefix in zip(sessions, prefixes, strict=True):
         small.extend(session, [9])
         prefix.append(9)
-    answers = small.propose([Ask(session, 3) for session in sessions])
-    assert [bool(chains) for chains in answers] == [True, True, False, False]
-    for session, chains, prefix in zip(sessions, answers, prefixes, strict=True):
-        assert all(chain.token_ids == continuation(oracle, prefix, 3, GREEDY) for chain in chains)
-        small.close(session)
-    assert small.kv_used_tokens == 0
+    assert_first_two_are_drafted_for(small, oracle, sessions, prefixes)
 
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_without_room_nobody_who_is_drafted_for_loses_a_cache(folder: Path, oracle: Any, width: int) -> None:
     """Of asks that do not fit together the last ones go without; those that are ahead of them are not drafted anew."""
-    small = neural(folder, kv_capacity_tokens=1024)  # two pages of 512
-    prefixes = [[n, n + 1, n + 2] for n in range(3)]
-    sessions = [small.open(prefix, GREEDY) for prefix in prefixes]
+    small, prefixes, sessions = crowded(folder, 3)
     small.warm(sessions[0])
+    assert_first_two_are_drafted_for(small, oracle, sessions, prefixes, width)
+
+
+def crowded(folder: Path, count: int) -> tuple[NeuralDrafter, list[list[int]], list[NeuralSession]]:
+    """A drafter with room for two caches, and more prefixes with their sessions than that."""
+    small = neural(folder, kv_capacity_tokens=1024)  # two pages of 512
+    prefixes = [[n, n + 1, n + 2] for n in range(count)]
+    return small, prefixes, [small.open(prefix, GREEDY) for prefix in prefixes]
+
+
+def assert_first_two_are_drafted_for(
+    small: NeuralDrafter, oracle: Any, sessions: list[NeuralSession], prefixes: list[list[int]], width: int = 1
+) -> None:
     answers = small.propose([Ask(session, 3, width) for session in sessions])
-    assert [bool(chains) for chains in answers] == [True, True, False]
-    for session, chains, prefix in zip(sessions, answers, prefixes, strict=True):
+    assert [bool(chains) for chains in answers] == [index < 2 for index in range(len(sessions))]
+    for chains, prefix in zip(answers, prefixes, strict=True):
         assert all(chain.token_ids == continuation(oracle, prefix, 3, GREEDY) for chain in chains[:1])
-        small.close(session)
+    close(small, *sessions)
 
 
 def test_a_branch_that_has_ended_is_not_drafted_on(drafter: NeuralDrafter, oracle: Any) -> None:
@@ -315,8 +294,7 @@ def test_an_ask_may_come_between_two_pieces_of_warming(drafter: NeuralDrafter, o
     assert drafter.warm(session)
     assert chain_ids(drafter, session, 3) == continuation(oracle, prefix, 3, GREEDY)
     assert drafter.warm(session) is False
-    drafter.close(session)
-    drafter.close(other)
+    close(drafter, session, other)
 
 
 def test_facts_and_options(folder: Path, drafter: NeuralDrafter) -> None:
@@ -348,3 +326,42 @@ def test_a_prefix_that_ends_where_a_draft_stopped_is_drafted_for(folder: Path, f
         assert (again[0].token_ids if again else ()) == expected
         stopped += not expected
     assert stopped > 3
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose context is longer than a page of its cache."""
+    return make_tiny_model(tmp_path_factory.mktemp("long") / "model", context=1024)
+
+
+def test_steps_ahead_are_the_chain_and_their_cache_is_kept(long: Path) -> None:
+    """One token at a time, asked or ahead, gives the chain of one ask, and each token is fed once."""
+    drafter = neural(long)
+    session, other = drafter.open([5, 6, 7], GREEDY), drafter.open([5, 6, 7], GREEDY)
+    (expected,) = drafter.propose([Ask(other, 9)])[0]
+    for length in range(1, 10):
+        (got,) = drafter.propose([Ask(session, length, is_ahead=length > 4)])[0]
+        assert got.token_ids == expected.token_ids[:length]
+        assert session.cache.length == 3 + length - 1
+    drafter.extend(session, [*expected.token_ids[:5], 3])
+    assert session.cache.length == 3 + 5
+
+
+def test_drafting_ahead_evicts_nobody(long: Path) -> None:
+    """Where the cache is full, a session that drafts ahead waits, and can be drafted for as soon as it asks."""
+    drafter = neural(long, kv_capacity_tokens=1024)  # two pages of 512
+    first, second = drafter.open([1] * 510, GREEDY), drafter.open([2, 3], GREEDY)
+    (before,) = drafter.propose([Ask(first, 2), Ask(second, 2)])[0]
+    kept = second.cache.length
+    # The next page of `first` would have to be that of `second`.
+    for length in range(3, 6):
+        (got,) = drafter.propose([Ask(first, length, is_ahead=True)])[0]
+    assert second.cache.length == kept
+    assert len(got.token_ids) < 5
+    assert got.token_ids[:2] == before.token_ids
+    (asked,) = drafter.propose([Ask(first, 5)])[0]
+    assert len(asked.token_ids) == 5
+    assert second.cache.length == 0
+    # Its cache is gone, so nothing is read again for what nobody asked for.
+    assert len(drafter.propose([Ask(second, 3, is_ahead=True)])[0][0].token_ids) == 2
+    assert second.cache.length == 0

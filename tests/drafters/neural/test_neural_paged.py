@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from moot.core.types import SamplingParams
 from moot.drafters.neural.neural_sessions import Drafted, NeuralSession, SessionFeed
 from moot.drafters.neural.stepwise import NeuralDrafting
 from moot.model.backend import plain_runner
@@ -14,10 +13,7 @@ from moot.model.loading.load import load_model
 from moot.model.runner import ModelRunner
 from moot.model.sampling.sampler import Sampler
 from moot.testing.tiny_model import make_tiny_model
-
-VOCAB = 259  # of the tokenizer
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-COUPLED = SamplingParams(temperature=0.9, top_k=40, seed=77, ignore_eos=True)
+from tests.drafters.neural.draft_models import COUPLED, GREEDY, VOCAB
 
 
 def drafted_texts(runner: ModelRunner) -> list[list[list[Drafted]]]:

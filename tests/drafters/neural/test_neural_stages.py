@@ -7,7 +7,7 @@ import operator
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,8 +18,8 @@ from moot.drafters.lookup.datastore import build
 from moot.drafters.neural.neural import NeuralDrafter
 from moot.drafters.registry import MODEL_FREE_KINDS, create
 from moot.testing.tiny_model import make_tiny_model
+from tests.drafters.neural.draft_models import VOCAB, chain_ids, neural
 
-VOCAB = 259
 CONTEXT = 160
 GREEDY = SamplingParams(temperature=0.0)
 COUPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=77)
@@ -42,14 +42,12 @@ STAGES = (
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`model` drafts; `other` is one of another seed; `store` holds what `model` says after some prompts."""
     base = tmp_path_factory.mktemp("stages")
-    folders = {name: make_tiny_model(base / name, vocab_size=300, context=CONTEXT, seed=seed) for name, seed in
-               (("model", 0), ("other", 1))}  # fmt: skip
-    texts = []
+    folders = {
+        name: make_tiny_model(base / name, context=CONTEXT, seed=seed) for seed, name in enumerate(("model", "other"))
+    }
     alone = neural(folders["model"])
-    for seed in range(4):
-        prefix = prompt(seed)
-        texts.append([*prefix, *chain(alone, alone.open(prefix, GREEDY), 40)])
-    build(texts, base / "store")
+    prompts = [prompt(seed) for seed in range(4)]
+    build([[*one, *chain_ids(alone, alone.open(one, GREEDY), 40)] for one in prompts], base / "store")
     return folders | {"store": base / "store"}
 
 
@@ -57,18 +55,6 @@ def prompt(seed: int) -> list[int]:
     rng = random.Random(seed)
     part = [rng.randrange(VOCAB) for _ in range(6)]
     return [*part, rng.randrange(VOCAB), *part]
-
-
-def neural(folder: Path, **options: object) -> NeuralDrafter:
-    fixed = {"model": folder, "dtype": "float64", "device": "cpu", "batch_invariant": True, "num_threads": 1}
-    drafter = create("neural", fixed | options)
-    assert isinstance(drafter, NeuralDrafter)
-    return drafter
-
-
-def chain(drafter: NeuralDrafter, session: Any, num_tokens: int) -> tuple[int, ...]:
-    chains = drafter.propose([Ask(session, num_tokens)])[0]
-    return chains[0].token_ids if chains else ()
 
 
 def spelled(stages: str, folders: dict[str, Path]) -> str:
@@ -145,42 +131,35 @@ def test_a_guess_that_is_right_saves_forwards(folders: dict[str, Path], stages: 
     """A store that holds the draft model's own text: one forward lengthens the path by a whole guess."""
     staged = neural(folders["model"], stages=spelled(stages, folders), stage_tokens=6)
     alone = neural(folders["model"])
-    calls = {id(staged): 0, id(alone): 0}
-    for drafter in (staged, alone):
-        count_forwards(drafter, calls)
+    calls, calls_alone = count_forwards(staged), count_forwards(alone)
     session, other = staged.open(prompt(2), GREEDY), alone.open(prompt(2), GREEDY)
-    assert chain(staged, session, 30) == chain(alone, other, 30)
+    assert chain_ids(staged, session, 30) == chain_ids(alone, other, 30)
     guessed, gone_along = staged.stage_counts
     assert gone_along >= 24
     assert guessed >= gone_along
-    assert calls[id(alone)] == 31
-    assert calls[id(staged)] <= 8
+    assert calls_alone.call_count == 31
+    assert calls.call_count <= 8
 
 
-def count_forwards(drafter: NeuralDrafter, calls: dict[int, int]) -> None:
-    runner = drafter._runner
-    plain = runner.forward
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls[id(drafter)] += 1
-        return plain(*args, **options)
-
-    runner.forward = counted  # type: ignore[method-assign]
+def count_forwards(drafter: NeuralDrafter) -> Mock:
+    counted = Mock(side_effect=drafter._runner.forward)
+    drafter._runner.forward = counted  # type: ignore[method-assign]
+    return counted
 
 
 def test_an_end_token_inside_a_guess_ends_the_path(folders: dict[str, Path]) -> None:
     """As without stages: nothing is drafted after what would end the request."""
     alone = neural(folders["model"])
-    text = chain(alone, alone.open(prompt(0), GREEDY), 12)
+    text = chain_ids(alone, alone.open(prompt(0), GREEDY), 12)
     ending = SamplingParams(temperature=0.0, stop_token_ids=frozenset({text[5]}))
-    expected = chain(alone, alone.open(prompt(0), ending), 12)
+    expected = chain_ids(alone, alone.open(prompt(0), ending), 12)
     assert 0 < len(expected) <= 6
     staged = neural(folders["model"], stages=spelled("suffix~datastore={store}", folders))
     session = staged.open(prompt(0), ending)
-    assert chain(staged, session, 12) == expected
+    assert chain_ids(staged, session, 12) == expected
     staged.extend(session, [3, 4])
     other = alone.open([*prompt(0), 3, 4], ending)
-    assert chain(staged, session, 4) == chain(alone, other, 4)
+    assert chain_ids(staged, session, 4) == chain_ids(alone, other, 4)
 
 
 def test_a_guess_costs_nobody_their_cache(folders: dict[str, Path]) -> None:
@@ -241,7 +220,7 @@ def test_a_neural_stage_keeps_the_path_in_its_cache(folders: dict[str, Path]) ->
     fresh = stage.open([*prompt(1), 7, 8, 9], PENALISED)
     held: Sequence[int] = [token for token, _ in session.ahead]
     assert held[:3] == [7, 8, 9]
-    assert chain(stage, fresh, 3)[0] == ids[0]
+    assert chain_ids(stage, fresh, 3)[0] == ids[0]
     cached = session.cache.length
     stage.extend(session, [7, 8])
     assert session.cache.length == cached

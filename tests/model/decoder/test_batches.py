@@ -11,14 +11,13 @@ import torch
 
 from moot.model.backend import plain_runner
 from moot.model.cache.kv_cache import KvCache
-from moot.model.decoder.kernels.library import VARIANTS, load_kernels
+from moot.model.decoder.kernels.library import VARIANTS
 from moot.model.decoder.products import can_pack
 from moot.model.inputs import SequenceInput
 from moot.model.loading.load import load_model
 from moot.model.runner import ModelRunner
-from moot.shipped import cache_dir
 from moot.testing.tiny_model import make_tiny_model
-from tests.model.driving import random_ids, run_chunks
+from tests.model.driving import load_by_kernels, path_to, random_ids, run_chunks, threads
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"hidden": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32},
@@ -34,32 +33,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
     """By each variant of the kernels, and by torch."""
     family, variant = request.param
-    threads = torch.get_num_threads()
-    # With several threads work is split at other places; one for the rest keeps the suite short.
-    torch.set_num_threads(2 if family == "mistral" else 1)
     path = make_tiny_model(tmp_path_factory.mktemp("model"), family, context=700, **CONFIGS[family])
-    with pytest.MonkeyPatch.context() as patched:
+    # With several threads work is split at other places; one for the rest keeps the suite short.
+    with threads(2 if family == "mistral" else 1):
         if variant is not None:
-            patched.setenv("MOOT_KERNELS", variant.name)
-            if load_kernels(cache_dir()) is None:
-                pytest.skip(f"no kernels: a CPU with {variant.name}, and apt-get install gcc libc6-dev")
-        elif not can_pack(torch.bfloat16, torch.device("cpu")):
+            loaded = load_by_kernels(path, variant.name)
+        elif can_pack(torch.bfloat16, torch.device("cpu")):
+            loaded = load_model(path, dtype="bfloat16", native=False)
+        else:
             pytest.skip("this CPU has no bfloat16 products of oneDNN")
-        loaded = load_model(path, dtype="bfloat16", native=variant is not None)
-    assert loaded.decoder is not None
-    used = loaded.decoder.kernels
-    assert (None if used is None else used.variant) == variant
-    yield plain_runner(loaded, 512 * 200, True)
-    torch.set_num_threads(threads)
-
-
-def path_to(node: int, parents: list[int]) -> list[int]:
-    """The nodes from the root to `node`; none for -1."""
-    path = []
-    while node != -1:
-        path.insert(0, node)
-        node = parents[node]
-    return path
+        assert loaded.decoder is not None
+        assert (loaded.decoder.kernels is None) == (variant is None)
+        yield plain_runner(loaded, 512 * 200, True)
 
 
 class Twins:

@@ -25,10 +25,13 @@ from moot.model.loading.load import load_model
 from moot.model.rows import NATURAL_KERNELS, TILE_ROWS, Padding, cpu_flags
 from moot.shipped import cache_dir
 from moot.testing.tiny_model import make_tiny_model
+from tests.model.driving import path_to, threads
 
 pytestmark = pytest.mark.usefixtures("inference")
 
 HEADS = HeadShape(query_heads=6, kv_heads=2, dim=64)
+WIDTH = (HEADS.query_heads + 2 * HEADS.kv_heads) * HEADS.dim
+"""Of a row of queries, keys and values."""
 
 
 @pytest.fixture
@@ -99,16 +102,11 @@ def test_a_products_sums_do_not_depend_on_rows_or_threads(kernels: Kernels) -> N
     """Where every sum is nothing but the rounding of its parts, a row's bits are the same in any company."""
     rows, weight = cancelling((TILE_ROWS,), (200,), 576, torch.Generator().manual_seed(0))
     product = KernelProduct(kernels, weight.bfloat16(), None)
-    threads = torch.get_num_threads()
     seen = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            case = Case(lambda index: product(rows.bfloat16()[index]), 256)
-            assert case.holds(Padding(1, 1))
+    for count in (1, 2, 3):
+        with threads(count):
+            assert Case(lambda index: product(rows.bfloat16()[index]), 256).holds(Padding(1, 1))
             seen.append(product(rows.bfloat16()))
-    finally:
-        torch.set_num_threads(threads)
     assert seen[0].abs().max() > 0
     assert all(torch.equal(each, seen[0]) for each in seen)
 
@@ -159,15 +157,11 @@ def test_attention_is_right(kernels: Kernels, shape: str, length: int, window: i
     """Each row sees the committed tokens and its own path, within `window`; keys and values are stored."""
     parents = TREES[shape]
     cache = filled_cache(pool(), length, seed=length)
-    width = (HEADS.query_heads + 2 * HEADS.kv_heads) * HEADS.dim
-    projected = made(len(parents), width, seed=3, scale=0.4)
+    projected = made(len(parents), WIDTH, seed=3, scale=0.4)
     got = attended(kernels, [planned(cache, 0, parents)], projected, window)
     queries, keys, values = projected.view(len(parents), -1, HEADS.dim).split([6, 2, 2], 1)
     for node in range(len(parents)):
-        path, at = [], node
-        while at != -1:
-            path.insert(0, at)
-            at = parents[at]
+        path = path_to(node, parents)
         own = [torch.stack((keys[each], values[each])) for each in path]
         expected = reference(cache, own, queries[node], window)
         assert (got[node].double() - expected).norm() < 0.01 * expected.norm() + 1e-9
@@ -177,13 +171,10 @@ def test_attention_is_right(kernels: Kernels, shape: str, length: int, window: i
 
 def test_no_row_depends_on_its_company(kernels: Kernels) -> None:
     """Alone, in a chain, in a tree, beside other requests, with one thread or two: the same bits."""
-    width = (HEADS.query_heads + 2 * HEADS.kv_heads) * HEADS.dim
-    projected = made(9, width, seed=4, scale=3.0)
-    threads = torch.get_num_threads()
+    projected = made(9, WIDTH, seed=4, scale=3.0)
     found: dict[str, Tensor] = {}
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with threads(count):
             chain = filled_cache(pool(), 77, seed=5)
             found[f"chain, {count} threads"] = attended(kernels, [planned(chain, 0, [-1, 0, 1])], projected[:3])
             single, rows = filled_cache(pool(), 77, seed=5), []
@@ -201,16 +192,13 @@ def test_no_row_depends_on_its_company(kernels: Kernels) -> None:
             segments.append(planned(mates[2], 7, [-1, -1]))
             beside = torch.cat((projected[5:9], projected[:3], projected[3:5]))
             found[f"batch, {count} threads"] = attended(kernels, segments, beside)[4:7]
-    finally:
-        torch.set_num_threads(threads)
     first = next(iter(found.values()))
     assert [name for name, rows in found.items() if not torch.equal(rows, first)] == []
 
 
 def test_what_lies_behind_a_row_does_not_reach_it(kernels: Kernels) -> None:
     """Slots of rejected tokens hold anything, also what is no number: rows before them do not read it."""
-    width = (HEADS.query_heads + 2 * HEADS.kv_heads) * HEADS.dim
-    projected = made(2, width, seed=6)
+    projected = made(2, WIDTH, seed=6)
     clean, dirty = filled_cache(pool(), 100, seed=7), filled_cache(pool(), 100, seed=7)
     dirty.data[:, :, 100:] = math.nan
     results = [attended(kernels, [planned(cache, 0, [-1, 0])], projected) for cache in (clean, dirty)]
@@ -233,10 +221,12 @@ def test_without_a_compiler_torch_computes(
 
 
 def test_kernels_are_compiled_once(tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was built is found again without a compiler; another source has another name."""
+    """What was built is found again without a compiler, and may be read by others: an image runs as another user than
+    the one who built it. Another source has another name."""
     variant = kernels.variant
     built = library.find_or_build(tmp_path, variant)
     assert built is not None
+    assert built.stat().st_mode & 0o777 == 0o755
     monkeypatch.setenv("CC", "no-such-compiler")
     assert library.find_or_build(tmp_path, variant) == built
     for changed in ("kernels.c", f"{variant.name}.h"):
@@ -298,10 +288,3 @@ def test_kernels_need_no_packed_products(tmp_path: Path, kernels: Kernels, monke
 def test_variants_have_numerics_of_their_own() -> None:
     """No fingerprint takes one variant's numbers for the other's."""
     assert len({variant.digest for variant in VARIANTS}) == len(VARIANTS)
-
-
-def test_others_may_read_what_was_compiled(tmp_path: Path, kernels: Kernels) -> None:
-    """An image runs as another user than the one who built it."""
-    built = library.find_or_build(tmp_path, kernels.variant)
-    assert built is not None
-    assert built.stat().st_mode & 0o777 == 0o755

@@ -13,6 +13,7 @@ from moot.model.cache.kv_cache import depths_of
 from moot.model.gpu.paged_attention import PagedAttention
 from moot.model.gpu.plan import DevicePlan, Planner, unpack
 from moot.model.gpu.pool import PagedCache, PagedPool, upload
+from moot.model.inputs import CheckedInput
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 CPU = torch.device("cpu")
@@ -78,12 +79,12 @@ def make_plan(*, exact: bool) -> tuple[DevicePlan, Tensor, int]:
         cache = PagedCache(pool)
         cache.reserve(length + len(parents))
         cache.length = length
-        planner.add(cache, [1] * len(parents), parents, depths_of(parents), [])
+        planner.add(CheckedInput(cache, [1] * len(parents), parents, depths_of(parents), []))
     sizes, packed = planner.finish(exact)
     plan = unpack(sizes, upload(packed, CPU))
     kv = pool.layers[0]
     kv.index_copy_(1, plan.copy_to, kv.index_select(1, plan.copy_from))
-    return plan, kv, len(planner.host.token_ids)
+    return plan, kv, len(planner.token_ids)
 
 
 @pytest.mark.parametrize("exact", [True, False])

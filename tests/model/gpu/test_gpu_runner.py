@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from moot.core.errors import ContextLengthExceeded, ModelRefused, NoCapacity
+from moot.core.errors import ModelRefused
 from moot.model.backend import plain_runner
 from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.gpu.pool import PagedCache
 from moot.model.inputs import SequenceInput
 from moot.model.loading.load import LoadedModel, load_model
 from moot.testing.tiny_model import make_tiny_model
-from tests.model.driving import distance, path_to, plain_logits, plain_model, random_ids, run_chunks
+from tests.model.driving import distance, path_to, plain_logits, plain_model, random_ids, rows_of, run_chunks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,19 +23,9 @@ CLOSE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", context=20_000)
-
-
-@pytest.fixture(scope="module")
-def loaded(path: Path) -> LoadedModel:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", context=20_000)
     return load_model(path, dtype="float64", lean=False)
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    path = make_tiny_model(tmp_path_factory.mktemp("model"), "llama", context=640)
-    return load_model(path, dtype="float32", lean=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "windowed"])
@@ -61,59 +50,19 @@ def test_every_path_of_a_tree_is_a_chain(loaded: LoadedModel, length: int) -> No
     parents = [-1, 0, 0, 1, 1, 2, 3, 6, 7, 8, 8, 4, 11, -1, 13]
     ids = random_ids(len(parents), seed=1)
     cache = run_chunks(runner, text, [])[1]
-    (logits,) = runner.forward([SequenceInput(cache, ids, parents, range(len(ids)))])
+    logits = rows_of(runner, cache, ids, parents)
     straight = run_chunks(runner, text, [])[1]
     for node in range(len(ids)):
-        path = path_to(node, parents)
-        (chain,) = runner.forward([SequenceInput(straight, [ids[one] for one in path], None, [len(path) - 1])])
+        chain = rows_of(runner, straight, [ids[one] for one in path_to(node, parents)])
         straight.commit(())
-        assert distance(logits[node], chain[0]) < 1e-12
+        assert distance(logits[node], chain[-1]) < 1e-12
     straight.free()
     kept = [0, 1, 3, 6, 7, 8, 10]
     cache.commit(kept)
     whole, other = run_chunks(runner, [*text, *(ids[node] for node in kept), 7], [])
-    (after,) = runner.forward([SequenceInput(cache, [7], None, [0])])
-    assert distance(after[0], whole[-1]) < 1e-12
+    assert distance(rows_of(runner, cache, [7])[0], whole[-1]) < 1e-12
     cache.free()
     other.free()
-    assert runner.pool.used_tokens == 0
-
-
-def test_rounds_of_many_requests(path: Path, loaded: LoadedModel) -> None:
-    """Eight requests near page borders, chains and trees in turns, other acceptance each round, one ends and its pages
-    go to a new one: each is as a pass without a cache says."""
-    runner, plain, draw = (
-        GpuRunner(loaded, 16 * 512, False, use_graphs=True),
-        plain_model(path, "float64"),
-        random.Random(0),
-    )
-    texts = [random_ids(500 + 3 * index, seed=index) for index in range(8)]
-    caches = [runner.new_cache() for _ in texts]
-    for text, cache in zip(texts, caches, strict=True):
-        runner.forward([SequenceInput(cache, text[:-1], None, [])])
-        cache.commit(range(len(text) - 1))
-    for round_index in range(6):
-        inputs, paths = [], []
-        for index, cache in enumerate(caches):
-            count = draw.randrange(1, 7)
-            is_tree = (index + round_index) % 2 == 0
-            parents = [-1, *(draw.randrange(node) if is_tree else node - 1 for node in range(1, count))]
-            ids = [texts[index][-1], *(draw.randrange(259) for _ in range(count - 1))]
-            paths.append(path_to(draw.randrange(count), parents))
-            inputs.append(SequenceInput(cache, ids, parents, range(count)))
-        for index, logits in enumerate(runner.forward(inputs)):
-            ids, kept = inputs[index].token_ids, paths[index]
-            expected = plain_logits(plain, texts[index][:-1] + [ids[node] for node in kept])[-len(kept) :]
-            assert distance(logits[kept], expected) < CLOSE
-            caches[index].commit(kept)
-            texts[index] = texts[index][:-1] + [ids[node] for node in kept] + [draw.randrange(259)]
-        gone = round_index % 8
-        caches[gone].free()
-        texts[gone] = random_ids(40 + round_index, seed=100 + round_index)
-        runner.forward([SequenceInput(caches[gone], texts[gone][:-1], None, [])])
-        caches[gone].commit(range(len(texts[gone]) - 1))
-    for cache in caches:
-        cache.free()
     assert runner.pool.used_tokens == 0
 
 
@@ -144,15 +93,13 @@ def test_blocks_crops_and_preemption(loaded: LoadedModel) -> None:
     moved.append_block(cache.read_block(0, 512))
     moved.append_block(cache.read_block(512, 602))
     for one in (cache, moved):
-        (logits,) = runner.forward([SequenceInput(one, [7], None, [0])])
-        assert distance(logits[0], expected[-1]) < 1e-12
+        assert distance(rows_of(runner, one, [7])[0], expected[-1]) < 1e-12
     cache.crop(510)
     assert cache.num_slots == 1024
     runner.forward([SequenceInput(cache, [*text[510:], 5, 9], None, [])])
     cache.commit(range(92))
     cache.wipe()
-    (logits,) = runner.forward([SequenceInput(cache, [7], None, [0])])
-    assert distance(logits[0], expected[-1]) < 1e-12
+    assert distance(rows_of(runner, cache, [7])[0], expected[-1]) < 1e-12
     cache.free()
     moved.free()
     assert runner.pool.used_tokens == 0
@@ -160,9 +107,10 @@ def test_blocks_crops_and_preemption(loaded: LoadedModel) -> None:
     assert distance(again[-1], expected[-1]) < 1e-12
 
 
-def test_batch_invariant_rows_do_not_depend_on_their_company(short: LoadedModel) -> None:
+def test_batch_invariant_rows_do_not_depend_on_their_company(tmp_path: Path) -> None:
     """In batch-invariant mode chunks, batch-mates and trees change no bit."""
-    runner = GpuRunner(short, 16 * 512, True)
+    path = make_tiny_model(tmp_path, "llama", context=640)
+    runner = GpuRunner(load_model(path, dtype="float32", lean=False), 16 * 512, True)
     text = random_ids(620)
     whole, cache = run_chunks(runner, text, [])
     cache.free()
@@ -181,54 +129,6 @@ def test_batch_invariant_rows_do_not_depend_on_their_company(short: LoadedModel)
         assert torch.equal(logits, whole[length : length + 3])
 
 
-def test_limits_and_malformed_inputs_are_refused(short: LoadedModel) -> None:
-    """The same refusals as ModelRunner's, and a refused step changes nothing."""
-    runner = GpuRunner(short, 1024, False)
-    cache = run_chunks(runner, random_ids(638), [])[1]
-    runner.forward([SequenceInput(cache, [1, 2, 3, 4], [-1, 0, 0, 0], [3])])
-    with pytest.raises(ContextLengthExceeded, match="641 tokens exceed the model's context of 640"):
-        runner.forward([SequenceInput(cache, [1, 2, 3], None, [2])])
-    with pytest.raises(NoCapacity):
-        runner.forward([SequenceInput(cache, [1], None, [0]), SequenceInput(runner.new_cache(), [1], None, [0])])
-    for item in (
-        SequenceInput(cache, [300], None, [0]),
-        SequenceInput(cache, [1, 2], [0, 0], [0]),
-        SequenceInput(cache, [1, 2], [-1], [0]),
-        SequenceInput(cache, [1], None, [1]),
-    ):
-        with pytest.raises(ValueError, match=r"embeddings|parent|logit row"):
-            runner.forward([item])
-    runner.forward([SequenceInput(cache, [1, 2], None, [0])])
-    with pytest.raises(ValueError, match="share a cache"):
-        runner.forward([SequenceInput(cache, [1], None, [0])] * 2)
-    with pytest.raises(ValueError, match="not a path"):
-        cache.commit([1])
-    assert cache.length == 638
-    assert runner.forward([]) == []
-    assert runner.forward([SequenceInput(cache, [], None, [])])[0].shape == (0, 300)
-
-
-def test_a_poisoned_request_fails_alone(tmp_path: Path) -> None:
-    """NaN in one request's numbers reaches no other request of the step, nor the one that gets its pages."""
-    loaded = load_model(make_tiny_model(tmp_path, "llama"), dtype="float32", lean=False)
-    runner = GpuRunner(loaded, 2048, True)
-    expected, other = run_chunks(runner, [1, 2, 3, 4], [])
-    other.free()
-    with torch.no_grad():
-        loaded.model.get_input_embeddings().weight[7] = float("nan")
-    for order in (0, 1):
-        sick = runner.new_cache()
-        batch = [SequenceInput(runner.new_cache(), [1, 2, 3, 4], None, range(4))]
-        batch.insert(order, SequenceInput(sick, [5, 7, 6], None, range(3)))
-        logits = runner.forward(batch)
-        assert logits[order].isnan()[1:].all()
-        assert torch.equal(logits[1 - order], expected)
-        sick.free()
-        fresh, cache = run_chunks(runner, [1, 2, 3, 4], [])
-        assert torch.equal(fresh, expected)
-        cache.free()
-
-
 def test_other_families_are_refused_with_a_reason(tmp_path: Path) -> None:
     """A model that the lean pass does not know is refused, so that ModelRunner can take it."""
     loaded = load_model(make_tiny_model(tmp_path, "gpt_neox"), dtype="float32", lean=False)
@@ -236,9 +136,9 @@ def test_other_families_are_refused_with_a_reason(tmp_path: Path) -> None:
         GpuRunner(loaded, 512, False)
 
 
-def test_caches_of_another_runner_are_refused(short: LoadedModel) -> None:
+def test_caches_of_another_runner_are_refused(loaded: LoadedModel) -> None:
     """A cache that does not lie in pages cannot be read as if it did."""
-    runner = GpuRunner(short, 1024, False)
+    runner = GpuRunner(loaded, 1024, False)
     assert isinstance(runner.new_cache(), PagedCache)
     with pytest.raises(TypeError):
-        runner.forward([SequenceInput(plain_runner(short, 512, False).new_cache(), [1], None, [0])])
+        rows_of(runner, plain_runner(loaded, 512, False).new_cache(), [1])

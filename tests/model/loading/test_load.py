@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 from moot.core.errors import ConfigError, ModelRefused
 from moot.model.backend import plain_runner
 from moot.model.inputs import SequenceInput
-from moot.model.loading.load import choose_dtype, cpu_dtype, load_model
+from moot.model.loading.load import choose_dtype, load_model
 from moot.testing.tiny_model import byte_tokenizer, make_tiny_model
 
 FIELDS: dict[str, Any] = {
@@ -193,7 +193,7 @@ def test_dtype_auto_of_a_loaded_model_is_that_of_this_cpu(tmp_path: Path) -> Non
     config = json.loads((folder / "config.json").read_text())
     capabilities = torch.cpu.get_capabilities()
     stored = getattr(torch, config["dtype"])
-    assert load_model(folder).kv_shape.dtype is cpu_dtype(capabilities, stored)
+    assert load_model(folder).kv_shape.dtype is choose_dtype("auto", torch.device("cpu"), stored, capabilities)
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float64"}))
     assert load_model(folder).kv_shape.dtype is torch.float64
 

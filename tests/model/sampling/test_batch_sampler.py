@@ -6,65 +6,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from moot.core import sampling as reference
 from moot.core.history import History
 from moot.core.types import SamplingParams
-from moot.model.sampling.batch import CANDIDATES, BatchSampler, Drawn, RowSpec
+from moot.model.sampling.batch import BatchSampler, Drawn, RowSpec
 from moot.model.sampling.sampler import Sampler
-from tests.model.sampling.test_sampler import END, LARGE, bfloat16_like, outcome, params
-
-assert LARGE > 2 * CANDIDATES, "the large rows must have tokens that are no candidates"
-
-
-def expected(row: torch.Tensor, vocab_size: int, spec: RowSpec, ids: list[list[int]]) -> int | None:
-    prompt, output, path = ids
-    return outcome(
-        lambda: reference.sample_token(
-            row[:vocab_size].tolist(),
-            spec.params,
-            spec.position,
-            prompt,
-            output + path,
-            end_token_ids=frozenset({END}),
-        )
-    )
-
-
-def check(data: st.DataObject, rows: torch.Tensor, vocab_size: int) -> None:
-    sampler = BatchSampler(Sampler(vocab_size, frozenset({END})))
-    token_lists = st.lists(st.integers(0, min(vocab_size, 20) - 1), max_size=6)
-    specs, histories = [], []
-    for _ in rows:
-        histories.append([data.draw(token_lists) for _ in range(3)])
-        prompt, output, path = histories[-1]
-        history = History(prompt, output).with_path(path)
-        specs.append(RowSpec(data.draw(params(vocab_size)), data.draw(st.integers(0, 10**6)), history))
-    wanted = [expected(row, vocab_size, spec, ids) for row, spec, ids in zip(rows, specs, histories, strict=True)]
-    assert [drawn.token_id for drawn in sampler.draw(rows, specs)] == wanted
-
-
-@settings(max_examples=200)
-@given(st.data())
-def test_equal_to_the_reference_on_small_rows(data: st.DataObject) -> None:
-    """Any parameters and histories in one batch, few distinct logits (so ties everywhere): the same ids and errors."""
-    vocab_size, count = data.draw(st.integers(2, 24)), data.draw(st.integers(1, 5))
-    values = st.sampled_from([0.0, 0.5, -0.5, 1.0, 2.0, -30.0, 0.1, 1e30, -3.4e38, -math.inf, math.nan])
-    rows = [data.draw(st.lists(values, min_size=vocab_size, max_size=vocab_size)) for _ in range(count)]
-    padding = [math.nan, math.inf, 1e38][: data.draw(st.integers(0, 3))]
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
-    check(data, torch.tensor([row + padding for row in rows], dtype=dtype), vocab_size)
-
-
-@settings(max_examples=50)
-@given(st.data())
-def test_equal_to_the_reference_on_large_rows_with_ties(data: st.DataObject) -> None:
-    """More tokens than candidates, rounded to bfloat16: borders among equal logits are noticed and decided exactly."""
-    spreads = data.draw(st.lists(st.sampled_from([0.01, 0.3, 2.0, 8.0]), min_size=1, max_size=3))
-    rows = [bfloat16_like(data.draw(st.integers(0, 10**6)), LARGE + 8, spread) for spread in spreads]
-    check(data, torch.stack(rows), LARGE)
+from tests.model.sampling.test_sampler import LARGE, expected
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 40}, {"top_k": 1500}, {"top_k": 2000, "top_p": 0.9}, {"top_p": 0.95}])

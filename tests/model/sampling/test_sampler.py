@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,13 @@ from hypothesis import strategies as st
 from moot.core import sampling as reference
 from moot.core.errors import RequestPoisoned
 from moot.core.types import SamplingParams
+from moot.model.sampling.batch import CANDIDATES, BatchSampler, RowSpec
 from moot.model.sampling.logits import indices_where, top_k_indices, top_p_indices
 from moot.model.sampling.sampler import EXACT_AT_ONCE, History, Sampler
 
 LARGE = 3000
 assert LARGE > 4 * EXACT_AT_ONCE, "the large rows must go through the screen"
+assert LARGE > 2 * CANDIDATES, "the large rows must have tokens that are no candidates"
 
 END = 1
 
@@ -47,47 +51,59 @@ def params(draw: st.DrawFn, vocab_size: int) -> SamplingParams:
     )
 
 
-def outcome(choose: Callable[[], int]) -> int | None:
+def outcome(choose: Callable[..., int], *arguments: Any) -> int | None:
     try:
-        return choose()
+        return choose(*arguments)
     except RequestPoisoned:
         return None
 
 
-def assert_equal(row: torch.Tensor, vocab_size: int, p: SamplingParams, position: int, ids: list[list[int]]) -> None:
-    """Both samplers on `row` (padded beyond `vocab_size`); `ids`: prompt, committed output, path."""
+def expected(row: torch.Tensor, vocab_size: int, spec: RowSpec, ids: list[list[int]]) -> int | None:
+    """What the reference says of `row` (padded beyond `vocab_size`); `ids`: prompt, committed output, path."""
     prompt, output, path = ids
-    listed = row[:vocab_size].tolist()
-    expected = outcome(
-        lambda: reference.sample_token(listed, p, position, prompt, output + path, end_token_ids=frozenset({END}))
-    )
-    history = History(prompt, output).with_path(path)
-    assert outcome(lambda: Sampler(vocab_size, frozenset({END})).sample(row, p, position, history)) == expected
+    choose = partial(reference.sample_token, end_token_ids=frozenset({END}))
+    return outcome(choose, row[:vocab_size].tolist(), spec.params, spec.position, prompt, output + path)
 
 
-@settings(max_examples=400)
+def check(data: st.DataObject, rows: torch.Tensor, vocab_size: int) -> None:
+    """The sampler of rows, each by itself, and that of all rows of a step give the reference's ids and errors."""
+    sampler = Sampler(vocab_size, frozenset({END}))
+    token_lists = st.lists(st.integers(0, min(vocab_size, 20) - 1), max_size=6)
+    ids = [[data.draw(token_lists) for _ in range(3)] for _ in rows]
+    specs = [
+        RowSpec(
+            data.draw(params(vocab_size)),
+            data.draw(st.integers(0, 10**6)),
+            History(prompt, output).with_path(path),
+        )
+        for prompt, output, path in ids
+    ]
+    wanted = [expected(row, vocab_size, spec, of_row) for row, spec, of_row in zip(rows, specs, ids, strict=True)]
+    assert [drawn.token_id for drawn in BatchSampler(sampler).draw(rows, specs)] == wanted
+    for row, spec, token_id in zip(rows, specs, wanted, strict=True):
+        assert outcome(sampler.sample, row, spec.params, spec.position, spec.history) == token_id
+
+
+@settings(max_examples=250)
 @given(st.data())
 def test_equal_to_the_reference_on_small_rows(data: st.DataObject) -> None:
-    """Any parameters, few distinct logits (so ties everywhere), any history and draft path: the same id or error."""
-    vocab_size = data.draw(st.integers(2, 24))
-    values = st.sampled_from([0.0, 0.5, -0.5, 1.0, 2.0, -30.0, 0.1, 1e30, -3.4e38, -math.inf])
-    row = data.draw(st.lists(values, min_size=vocab_size, max_size=vocab_size))
+    """Any parameters, histories and draft paths in one batch, few distinct logits (so ties everywhere)."""
+    vocab_size, count = data.draw(st.integers(2, 24)), data.draw(st.integers(1, 5))
+    values = st.sampled_from([0.0, 0.5, -0.5, 1.0, 2.0, -30.0, 0.1, 1e30, -3.4e38, -math.inf, math.nan])
+    rows = [data.draw(st.lists(values, min_size=vocab_size, max_size=vocab_size)) for _ in range(count)]
     padding = [math.nan, math.inf, 1e38][: data.draw(st.integers(0, 3))]
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
-    token_lists = st.lists(st.integers(0, vocab_size - 1), max_size=6)
-    ids = [data.draw(token_lists) for _ in range(3)]
-    p = data.draw(params(vocab_size))
-    assert_equal(torch.tensor(row + padding, dtype=dtype), vocab_size, p, data.draw(st.integers(0, 10**6)), ids)
+    check(data, torch.tensor([row + padding for row in rows], dtype=dtype), vocab_size)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data())
 def test_equal_to_the_reference_on_large_rows_with_ties(data: st.DataObject) -> None:
-    """Rows large enough for screening and narrowing, rounded to bfloat16: pruning changes no id."""
-    row = bfloat16_like(data.draw(st.integers(0, 10**6)), LARGE + 8, data.draw(st.sampled_from([0.01, 0.3, 2.0, 8.0])))
-    p = data.draw(params(LARGE))
-    ids = [data.draw(st.lists(st.integers(0, 20), max_size=4)) for _ in range(3)]
-    assert_equal(row, LARGE, p, data.draw(st.integers(0, 10**6)), ids)
+    """More tokens than are screened for and than there are candidates, rounded to bfloat16: pruning changes no id, and
+    borders among equal logits are noticed and decided exactly."""
+    spreads = data.draw(st.lists(st.sampled_from([0.01, 0.3, 2.0, 8.0]), min_size=1, max_size=3))
+    rows = [bfloat16_like(data.draw(st.integers(0, 10**6)), LARGE + 8, spread) for spread in spreads]
+    check(data, torch.stack(rows), LARGE)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 9.0])
@@ -160,7 +176,7 @@ def test_a_poisoned_row_harms_no_other() -> None:
     sampler = Sampler(3, frozenset())
     assert sampler.greedy_rows(rows) == [1, None, None, None, 0]
     assert sampler.greedy_rows(rows.to(torch.bfloat16)) == [1, None, None, None, 0]
-    assert sampler.draft_tokens(rows, [SamplingParams()] * 5, range(5))[1:4] == [None] * 3
+    assert sampler.draft_tokens(rows, [SamplingParams()] * 5, range(5), [None] * 5)[1:4] == [None] * 3
     for row in rows[1:4]:
         for temperature in (0.0, 1.0):
             with pytest.raises(RequestPoisoned):
@@ -220,17 +236,6 @@ def test_penalties_see_the_path_and_nothing_stays_of_it() -> None:
     assert sampler.sample(row, p, 1, history) == 0
 
 
-def test_grammar_mask_equals_the_reference() -> None:
-    """The grammar mask acts after penalties and before temperature, on both paths."""
-    row, history = bfloat16_like(3, 40, 2.0), History([])
-    allowed = {1, 5, 6, 30}
-    mask = torch.tensor([token_id in allowed for token_id in range(40)])
-    for position in range(60):
-        p = SamplingParams(seed=8, top_p=0.7)
-        expected = reference.sample_token(row.tolist(), p, position, [], [], grammar_allowed=allowed)
-        assert Sampler(40, frozenset()).sample(row, p, position, history, mask) == expected
-
-
 def test_rows_are_left_as_they_were() -> None:
     """Logits and logprobs of a row can be asked for after sampling: nothing is changed in place."""
     for dtype in (torch.float32, torch.float64):
@@ -270,7 +275,7 @@ def test_coupled_draft_is_the_target_s_token_on_equal_logits() -> None:
     every[5] = replace(every[5], repetition_penalty=1.5, min_tokens=9)
     tokens = [sampler.sample(*arguments) for arguments in zip(rows, every, range(6), histories, strict=True)]
     assert sampler.draft_tokens(rows, every, range(6), histories) == tokens
-    assert sampler.draft_tokens(rows, every, range(6))[:5] == tokens[:5]
+    assert sampler.draft_tokens(rows, every, range(6), [None] * 6)[:5] == tokens[:5]
     assert sampler.draft_token(rows[2], every[2], 2) == tokens[2]
 
 

@@ -1,31 +1,32 @@
-"""Draft-ahead: what is kept of a path, whose turn it is, and that it costs nobody anything."""
+"""Draft-ahead: what is kept of a path, whose turn it is, that it costs nobody anything, and what is told unasked."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-import threading
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 
-from moot.core.options import make_config
-from moot.core.types import Proposal, SamplingParams
-from moot.drafters.interface import Ask, Drafter
+from moot.drafters.interface import Drafter
 from moot.testing.scripted_kind import ScriptedKind
-from services.drafter.config import DrafterConfig
 from services.drafter.drafter_sessions import Path, Settled
 from services.drafter.drafting import is_ahead_on
-from tests.services.drafter.drafter_driver import RunningDrafter, open_command, propose_command, running
-from tests.waiting import GIVE_UP_S, eventually
-
-VOCAB = ("vocab_size=257",)
-
-
-def chain(ids: Sequence[int]) -> Proposal:
-    return Proposal(tuple(ids), tuple(range(len(ids))))
+from tests.services.drafter.drafter_driver import (
+    Peer,
+    RunningDrafter,
+    Watched,
+    chain,
+    finish_command,
+    open_command,
+    own,
+    propose_command,
+    running,
+    settings,
+)
+from tests.waiting import eventually
 
 
 def ready(asked: Sequence[int], ahead: Sequence[int]) -> Path:
@@ -81,93 +82,124 @@ def test_every_token_drafted_ahead_is_used_or_dropped_once() -> None:
         assert sum(settled) == drafted
 
 
-class Stepping(Drafter[Any]):
-    """A stepwise kind whose steps wait until each is let go; it writes down who is in them."""
+class Stepping(Watched):
+    """The same, token by token."""
 
-    kind = "stepping"
-    family = "stepping"
-    context_limit = 1000
     is_stepwise = True
 
-    def __init__(self) -> None:
-        self.steps: list[list[tuple[int, bool]]] = []
-        self.go = threading.Semaphore(0)
 
-    def open(self, prefix: Sequence[int], params: SamplingParams) -> list[int]:
-        return list(prefix)
-
-    def extend(
-        self, session: list[int], token_ids: Sequence[int], top_candidates: Sequence[Sequence[int]] = ()
-    ) -> None:
-        session += token_ids
-
-    def propose(self, asks: Sequence[Ask[Any]]) -> list[list[Proposal]]:
-        self.steps.append([(ask.session[0], ask.is_ahead) for ask in asks])
-        assert self.go.acquire(timeout=GIVE_UP_S)
-        return [[chain([ask.session[0]] * ask.num_speculative_tokens)] for ask in asks]
+def ahead(kind: Drafter[Any], draft_ahead: str = "on") -> AbstractAsyncContextManager[tuple[RunningDrafter, Peer]]:
+    return running(settings(draft_ahead=draft_ahead), kind)
 
 
-def test_an_ask_waits_for_one_step_and_those_ahead_ride_along() -> None:
+async def test_an_ask_waits_for_one_step_and_those_ahead_ride_along() -> None:
     """Drafting ahead ends between two tokens when somebody asks; then it goes on in the asked one's steps only."""
     kind = Stepping()
-
-    async def body(drafter: RunningDrafter) -> None:
-        peer = drafter.peer()
+    async with ahead(kind) as (drafter, peer):
         kind.go.release(2)
         await peer.ids(open_command(1, [1]), propose_command(1, 1, (), 2))
-        await eventually(lambda: len(kind.steps) == 3)  # the first one ahead
+        await eventually(lambda: len(kind.calls) == 3)  # the first one ahead
         await peer.send(open_command(2, [2]), propose_command(2, 1, (), 2))
-        await eventually(lambda: bool(drafter.engine._inbox))
+        await eventually(lambda: drafter.engine._inbox)
         kind.go.release(3)
         assert (await peer.answer()).session_id == 2
-        assert kind.steps[2:5] == [[(1, True)], [(2, False), (1, True)], [(2, False), (1, True)]]
+        assert kind.calls[2:5] == [[(1, True)], [(2, False), (1, True)], [(2, False), (1, True)]]
         kind.go.release(20)
         await eventually(lambda: all(len(session.path) == 5 for session in drafter.engine._table))
 
-    with_ahead(kind, body)
 
-
-def test_an_ask_that_comes_in_the_middle_joins_the_next_step() -> None:
+async def test_an_ask_that_comes_in_the_middle_joins_the_next_step() -> None:
     """Nobody waits for another one's whole proposal."""
     kind = Stepping()
-
-    async def body(drafter: RunningDrafter) -> None:
-        peer = drafter.peer()
+    async with ahead(kind, draft_ahead="off") as (drafter, peer):
         await peer.send(open_command(1, [1]), propose_command(1, 1, (), 3))
-        await eventually(lambda: len(kind.steps) == 1)
+        await eventually(lambda: len(kind.calls) == 1)
         await peer.send(open_command(2, [2]), propose_command(2, 1, (), 1))
-        await eventually(lambda: bool(drafter.engine._inbox))
+        await eventually(lambda: drafter.engine._inbox)
         kind.go.release(2)
         assert (await peer.answer()).session_id == 2
         kind.go.release(1)
         assert (await peer.answer()).session_id == 1
-        assert kind.steps[:2] == [[(1, False)], [(1, False), (2, False)]]
+        assert kind.calls[:2] == [[(1, False)], [(1, False), (2, False)]]
         kind.go.release(20)
 
-    with_ahead(kind, body, draft_ahead="off")
 
-
-def test_what_was_drafted_ahead_is_not_drafted_again() -> None:
-    """After any commit the proposals are the kind's own, and each token of a path costs one step."""
-    proposer, alone = ScriptedKind(acceptance=0.7), ScriptedKind(acceptance=0.7)
-
-    async def body(drafter: RunningDrafter) -> None:
-        peer, rng, prefix = drafter.peer(), random.Random(2), [3, 1, 4]
+async def test_what_was_drafted_ahead_is_not_drafted_again() -> None:
+    """While idle the drafter goes on by the target's token and a whole proposal, and no further. After any commit the
+    proposals are the kind's own, each token of a path costs one step, and a proposal that is ready is answered without
+    any. Every token drafted ahead ends as used or as dropped."""
+    kind, alone = ScriptedKind(acceptance=0.7), ScriptedKind(acceptance=0.7)
+    async with ahead(kind) as (drafter, peer):
+        rng, prefix, num_ready = random.Random(2), [3, 1, 4], 0
         (got,) = await peer.ids(open_command(1, prefix), propose_command(1, 3, (), 3))
-        (session,) = list(drafter.engine._table)
+        session = drafter.session()
         for _ in range(30):
-            (expected,) = alone.propose([Ask(alone.open(prefix, session.held.params), 7)])[0]
-            assert got == list(expected.token_ids[:3])
-            await eventually(lambda: len(session.path) == 7)
-            steps, right = proposer.num_steps, rng.randrange(5)
-            committed = [*expected.token_ids[:right], 5 if right < 4 else expected.token_ids[4]]
-            on_path = tuple(committed) == expected.token_ids[: len(committed)]
+            expected = own(alone, prefix, 7)
+            assert got == expected[:3]
+            await eventually(lambda: not session.path.wants_more)
+            assert list(session.path.chain.token_ids) == expected
+            steps, right = kind.num_steps, rng.randrange(5)
+            committed = [*expected[:right], 5 if right < 4 else expected[4]]
+            on_path = committed == expected[: len(committed)]
+            num_ready += on_path and len(committed) <= 4
             prefix += committed
             (got,) = await peer.ids(propose_command(1, len(prefix), committed, 3))
+            assert drafter.metric("moot_draft_ahead_answers_total") == num_ready
             await eventually(lambda: len(session.path) == 7)
-            assert proposer.num_steps - steps == (len(committed) if on_path else 7)
+            assert kind.num_steps - steps == (len(committed) if on_path else 7)
+        assert drafter.metric("moot_draft_seconds_count") == 31 - num_ready
+        await peer.send(finish_command(1))
+        await eventually(lambda: drafter.engine.num_sessions == 0)
+        used, dropped = (drafter.metric(f"moot_draft_ahead_{fate}_tokens_total") for fate in ("used", "dropped"))
+        assert drafter.metric("moot_draft_ahead_tokens_total") == used + dropped
 
-    with_ahead(proposer, body)
+
+async def test_without_draft_ahead_an_idle_drafter_drafts_nothing() -> None:
+    """Where verifier and drafter share cores, idle work would slow the verifier down."""
+    kind = ScriptedKind()
+    async with ahead(kind, draft_ahead="off") as (drafter, peer):
+        for n in (1, 2):
+            await peer.ids(open_command(n, [n]), propose_command(n, 1, (), 3))
+        assert kind.num_steps == 6
+        assert drafter.metric("moot_draft_ahead_tokens_total") == 0
+
+
+@pytest.mark.parametrize("takes_ahead", [True, False])
+async def test_a_router_that_takes_it_is_told_where_the_text_goes_along_the_path(takes_ahead: bool) -> None:
+    """Over any course of rounds, taken from what was told or asked for: a path is told unasked once a commit has
+    confirmed it, never before and never to a router of an earlier version, which would take it for a broken answer.
+    Every proposal is the kind's own, and what was taken is answered no second time."""
+    kind, alone, k = ScriptedKind(acceptance=0.8), ScriptedKind(acceptance=0.8), 3
+    async with ahead(kind) as (drafter, peer):
+        rng, prefix, num_taken, is_told = random.Random(5), [3, 1, 4], 0, False
+        await peer.ids(open_command(1, prefix), propose_command(1, 3, (), k, takes_ahead=takes_ahead))
+        session = drafter.session()
+        for index in range(1, 40):
+            await eventually(lambda: len(session.path) == 2 * k + 1)
+            path = own(alone, prefix, 2 * k + 1)
+            if is_told:
+                told = (await peer.answer()).ahead
+                assert (told.round_index, told.base_length) == (index - 1, len(prefix))
+                assert list(told.path.token_ids) == path
+            follows = rng.random() < 0.6
+            right = k if follows else rng.choice([0, 2])
+            committed = path[: k + 1] if follows else [*path[:right], (path[right] + 1) % 257]
+            take = is_told and follows
+            prefix += committed
+            fields = {"round_index": index, "takes_ahead": takes_ahead, "is_answered": take}
+            ask = propose_command(1, len(prefix), committed, k, **fields)
+            if take:
+                num_taken += 1
+                await peer.send(ask)
+            else:
+                # Had it told anything, that would come before this answer.
+                answer = await peer.ask(ask)
+                assert answer.proposed.round_index == index
+                assert list(answer.proposed.proposals[0].token_ids) == own(alone, prefix, k)
+            await eventually(lambda: session.length == len(prefix))  # noqa: B023 - awaited here
+            is_told = takes_ahead and follows
+        assert num_taken > 5 or not takes_ahead
+        assert drafter.metric("moot_draft_ahead_answers_total") >= num_taken
 
 
 def test_when_drafting_ahead_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,12 +212,3 @@ def test_when_drafting_ahead_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_ahead_on("auto", "cpu")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert not is_ahead_on("auto", "cpu")
-
-
-def with_ahead(proposer: Drafter[Any], body: Any, draft_ahead: str = "on") -> None:
-    async def main() -> None:
-        config = make_config(DrafterConfig, kind="prompt_lookup", option=VOCAB, draft_ahead=draft_ahead)
-        async with running(config, proposer) as drafter:
-            await body(drafter)
-
-    asyncio.run(main())

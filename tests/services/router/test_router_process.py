@@ -1,12 +1,14 @@
-"""The router as a process: from its flags to its drain, between real clients and scripted peers."""
+"""The router as a process, or as several: from its flags to its drain, between real clients and scripted peers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import AsyncIterator
@@ -31,9 +33,11 @@ from moot.v1 import router_service_pb2 as pb
 from moot.v1 import router_service_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.lifecycle import serve
+from services.router.workers import merged
 from tests.waiting import GIVE_UP_S, eventually
 
 TEXT = ScriptedText()
+ROUTER = (sys.executable, "-m", "services.router")
 
 
 @dataclass
@@ -45,9 +49,43 @@ class Process:
     verifier: ScriptedVerifier
     client: httpx.AsyncClient
 
+    @property
+    def completions(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1/completions"
+
+    async def probe(self, name: str) -> httpx.Response:
+        return await self.client.get(f"http://127.0.0.1:{self.metrics_port}/{name}")
+
     async def metric(self, name: str) -> float:
-        text = (await self.client.get(f"http://127.0.0.1:{self.metrics_port}/metrics")).text
+        text = (await self.probe("metrics")).text
         return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+    async def of_each_worker(self, name: str) -> dict[str, float]:
+        found = re.findall(rf'^{name}{{worker="(\d)"}} (\S+)$', (await self.probe("metrics")).text, re.M)
+        return {worker: float(value) for worker, value in found}
+
+    def workers(self) -> set[int]:
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return {int(child) for child in path.read_text().split()}
+
+    @asynccontextmanager
+    async def terminated(self, client: httpx.AsyncClient) -> AsyncIterator[None]:
+        """SIGTERM while it streams: readiness goes; behind the block the stream comes to its end, and so does it."""
+        long = {"prompt": "hello", "max_tokens": 100, "seed": 3, "stream": True}
+        async with client.stream("POST", self.completions, json=long) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            self.verifier.freeze()
+            self.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(GIVE_UP_S):
+                while (await self.probe("readyz")).status_code == 200:  # noqa: ASYNC110 - HTTP
+                    await asyncio.sleep(0.01)
+            yield
+            self.verifier.thaw()
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert await asyncio.wait_for(self.process.wait(), GIVE_UP_S) == 0
+        await eventually(lambda: self.verifier.num_streams == 0)
 
 
 @asynccontextmanager
@@ -59,15 +97,7 @@ async def router(folder: Path, *flags: str) -> AsyncIterator[Process]:
     ready = folder / "ready.json"
     async with verifier, drafter, httpx.AsyncClient(timeout=GIVE_UP_S) as client:
         process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "services.router",
-                "--model",
-                str(folder / "tokenizer"),
-                "--ready-file",
-                str(ready),
-            ),
+            *(*ROUTER, "--model", str(folder / "tokenizer"), "--ready-file", str(ready)),
             *("--port", "0", "--grpc-port", "0", "--metrics-port", "0", "--served-model-name", "scripted"),
             *("--verifiers", verifier.address, "--drafters", f"scripted={drafter.address}"),
             *("--in-process-drafters", "suffix,prompt_lookup", "--max-missed-heartbeats", "1000", *flags),
@@ -79,7 +109,9 @@ async def router(folder: Path, *flags: str) -> AsyncIterator[Process]:
             facts = json.loads(ready.read_text())
             assert facts.pop("pid") == process.pid
             running = Process(process, **facts, verifier=verifier, client=client)
-            await _until_ready(running)
+            async with asyncio.timeout(GIVE_UP_S):
+                while (await client.get(f"http://127.0.0.1:{running.port}/readyz")).status_code != 200:  # noqa: ASYNC110 - HTTP
+                    await asyncio.sleep(0.02)
             yield running
         finally:
             if process.returncode is None:
@@ -87,71 +119,89 @@ async def router(folder: Path, *flags: str) -> AsyncIterator[Process]:
             await process.wait()
 
 
-async def _until_ready(running: Process) -> None:
-    async with asyncio.timeout(GIVE_UP_S):
-        while (await running.client.get(f"http://127.0.0.1:{running.port}/readyz")).status_code != 200:  # noqa: ASYNC110 - HTTP
-            await asyncio.sleep(0.02)
+def plain(max_tokens: int) -> tuple[int, ...]:
+    return TEXT.plain(b"hello", SamplingParams(temperature=1.0, max_tokens=max_tokens, seed=choice_seed(3, 0)))[0]
 
 
-async def until_not_ready(running: Process) -> None:
-    async with asyncio.timeout(GIVE_UP_S):
-        probe = f"http://127.0.0.1:{running.metrics_port}/readyz"
-        while (await running.client.get(probe)).status_code == 200:  # noqa: ASYNC110 - HTTP
-            await asyncio.sleep(0.01)
-
-
-def test_router_process_serves_and_drains(tmp_path: Path) -> None:
+async def test_router_process_serves_and_drains(tmp_path: Path) -> None:
     """HTTP and gRPC give the same text; SIGTERM turns readiness off, lets a stream finish and refuses the next one."""
-
-    async def main() -> None:
-        async with router(tmp_path) as running:
-            client, base = running.client, f"http://127.0.0.1:{running.port}"
-            body = {"prompt": "hello", "max_tokens": 40, "seed": 3, "include_metrics": True}
-            answer = (await client.post(f"{base}/v1/completions", json=body)).json()
-            params = SamplingParams(temperature=1.0, max_tokens=40, seed=choice_seed(3, 0))
-            expected = TEXT.plain(b"hello", params)[0]
-            assert answer["usage"]["completion_tokens"] == 40
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{running.grpc_port}") as channel:
-                stub = router_service_pb2_grpc.RouterServiceStub(channel)
-                call = stub.Generate(pb.GenerateRequest(prompt="hello", max_tokens=40, seed=3), timeout=GIVE_UP_S)
-                parts = [part async for part in call]
-            assert tuple(token for part in parts for token in part.token_ids) == expected
-            assert "".join(part.text for part in parts) == answer["choices"][0]["text"]
-            assert await running.metric("moot_rounds_total") > 0
-            assert await running.metric('moot_degraded{mode="no_drafters"}') == 0
-            assert await running.metric(f'moot_build_info{{service="router",version="{version("moot")}"}}') == 1
-            long = {"prompt": "hello", "max_tokens": 100, "seed": 3, "stream": True}
-            async with client.stream("POST", f"{base}/v1/completions", json=long) as stream:
-                lines = stream.aiter_lines()
-                await anext(lines)
-                running.verifier.freeze()
-                running.process.send_signal(signal.SIGTERM)
-                await until_not_ready(running)
-                refused = await client.post(f"{base}/v1/completions", json=body)
-                assert refused.status_code == 503
-                assert "retry-after" in refused.headers
-                running.verifier.thaw()
-                rest = [line async for line in lines if line]
-            assert rest[-1] == "data: [DONE]"
-            assert await asyncio.wait_for(running.process.wait(), GIVE_UP_S) == 0
-            await eventually(lambda: running.verifier.num_streams == 0)
-
-    asyncio.run(main())
+    async with router(tmp_path) as running:
+        body = {"prompt": "hello", "max_tokens": 40, "seed": 3, "include_metrics": True}
+        answer = (await running.client.post(running.completions, json=body)).json()
+        assert answer["usage"]["completion_tokens"] == 40
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{running.grpc_port}") as channel:
+            stub = router_service_pb2_grpc.RouterServiceStub(channel)
+            call = stub.Generate(pb.GenerateRequest(prompt="hello", max_tokens=40, seed=3), timeout=GIVE_UP_S)
+            parts = [part async for part in call]
+        assert tuple(token for part in parts for token in part.token_ids) == plain(40)
+        assert "".join(part.text for part in parts) == answer["choices"][0]["text"]
+        assert await running.metric("moot_rounds_total") > 0
+        assert await running.metric('moot_degraded{mode="no_drafters"}') == 0
+        assert await running.metric(f'moot_build_info{{service="router",version="{version("moot")}"}}') == 1
+        async with running.terminated(running.client):
+            refused = await running.client.post(running.completions, json=body)
+            assert refused.status_code == 503
+            assert "retry-after" in refused.headers
 
 
-def test_usage_errors_exit_with_two(tmp_path: Path) -> None:
-    """A wrong flag or a missing tokenizer is one sentence and exit status 2."""
+async def test_workers_share_the_port_and_are_replaced_and_drain(tmp_path: Path) -> None:
+    """Both workers serve on one port and give the same text; each one's metrics are told apart; one that dies is
+    replaced while the other serves; SIGTERM lets a running stream finish on its worker, and both end."""
+    # Every request on a connection of its own, which the system gives to whichever worker.
+    anew = httpx.AsyncClient(timeout=GIVE_UP_S, limits=httpx.Limits(max_keepalive_connections=0))
+    async with router(tmp_path, "--workers", "2") as running, anew as client:
+        body = {"prompt": "hello", "max_tokens": 30, "seed": 3, "return_token_ids": True}
+        for _ in range(100):
+            answer = (await client.post(running.completions, json=body)).raise_for_status().json()
+            assert tuple(answer["choices"][0]["token_ids"]) == plain(30)
+            rounds = await running.of_each_worker("moot_rounds_total")
+            if min(rounds.values()) > 0:
+                break
+        assert len(rounds) == 2
+        assert min(rounds.values()) > 0, "one worker got all of 100 connections"
+        assert (await running.probe("readyz")).status_code == 200
 
-    async def main() -> None:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.router", "--model", str(tmp_path), "--verifiers", "127.0.0.1:1"),
-            stderr=asyncio.subprocess.PIPE,
-        )
-        _, text = await asyncio.wait_for(process.communicate(), GIVE_UP_S)
-        assert process.returncode == 2
-        assert b"no tokenizer at" in text
+        before = running.workers()
+        assert len(before) == 2
+        os.kill(min(before), signal.SIGKILL)
+        await eventually(lambda: min(before) not in running.workers())
+        assert (await running.probe("livez")).status_code == 200
+        async with asyncio.timeout(GIVE_UP_S):
+            while len(await running.of_each_worker("moot_rounds_total")) < 2:  # noqa: ASYNC110 - HTTP
+                await asyncio.sleep(0.05)
+        assert len(running.workers()) == 2
+        async with running.terminated(client):
+            pass
 
-    asyncio.run(main())
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], [b"no tokenizer at"]),
+        (
+            ["--workers", "2", "--port", "0", "--grpc-port", "0", "--metrics-port", "0"],
+            [b"no tokenizer at", b"before it served"],
+        ),
+    ],
+    ids=["one process", "workers"],
+)
+def test_usage_errors_exit_with_two(tmp_path: Path, flags: list[str], words: list[bytes]) -> None:
+    """A wrong flag or a missing tokenizer is one sentence and exit status 2; workers that cannot start are not started
+    again and again."""
+    command = [*ROUTER, "--model", str(tmp_path), "--verifiers", "127.0.0.1:1", *flags]
+    done = subprocess.run(command, stderr=subprocess.PIPE, timeout=GIVE_UP_S, check=False)
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words)
+
+
+def test_samples_of_workers_are_told_apart() -> None:
+    """Every sample keeps its name and labels and gains the worker's; families of one name are one."""
+    text = '# HELP some_total Some.\n# TYPE some_total counter\nsome_total{kind="a"} 2.0\n'
+    (family,) = merged({"0": text, "1": text.replace("2.0", "3.0"), "2": ""})
+    assert [(sample.labels, sample.value) for sample in family.samples] == [
+        ({"kind": "a", "worker": "0"}, 2.0),
+        ({"kind": "a", "worker": "1"}, 3.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +223,9 @@ def test_usage_errors_exit_with_two(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_a_router_cannot_start_with_is_a_config_error(tmp_path: Path, changed: dict[str, Any], word: str) -> None:
+async def test_what_a_router_cannot_start_with_is_a_config_error(
+    tmp_path: Path, changed: dict[str, Any], word: str
+) -> None:
     """One sentence without a secret, whatever is wrong with its ports, files and addresses; and it ends by itself."""
     byte_tokenizer().save_pretrained(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -181,13 +233,9 @@ def test_what_a_router_cannot_start_with_is_a_config_error(tmp_path: Path, chang
         fields = {"port": 0, "grpc_port": 0, "metrics_port": 0, "verifiers": ("127.0.0.1:1",)} | changed
         fields = {name: port if value == "taken" else value for name, value in fields.items()}
 
-        async def start() -> None:
-            await asyncio.wait_for(
-                serve(make_config(RouterConfig, model=str(tmp_path), **fields), asyncio.Event()), GIVE_UP_S
-            )
-
+        config = make_config(RouterConfig, model=str(tmp_path), **fields)
         with pytest.raises(ConfigError, match=word) as caught:
-            asyncio.run(start())
+            await asyncio.wait_for(serve(config, asyncio.Event()), GIVE_UP_S)
         assert "\n" not in str(caught.value)
         assert "canary" not in "".join(traceback.format_exception(caught.value))
 
@@ -196,22 +244,22 @@ def test_what_a_router_cannot_start_with_is_a_config_error(tmp_path: Path, chang
     ("flags", "word"),
     [
         (["--verifiers", ""], "verifiers"),
-        (["--verifiers", "h:1", "--vote", "loudest"], "vote"),
-        (["--verifiers", "h:1", "--vote-quorum", "2"], "--vote-quorum must be 0 to 1"),
-        (["--verifiers", "h:1", "--vote-soft-deadline-ms", "500"], "vote_soft_deadline_ms"),
-        (["--verifiers", "h:1", "--verify-timeout-s", "0"], "--verify-timeout-s must be above 0"),
-        (["--verifiers", "h:1", "--eject-s", "nan"], "--eject-s"),
-        (["--verifiers", "h:1", "--open-timeout-s", "inf"], "--open-timeout-s"),
-        (["--verifiers", "h:1", "--max-body-bytes", "-5"], "--max-body-bytes must be at least 1"),
-        (["--verifiers", "h:1", "--keepalive-time-ms", "-1"], "--keepalive-time-ms must be at least 1"),
-        (["--verifiers", "h:1", "--max-moves", "-1"], "--max-moves must be at least 0"),
-        (["--verifiers", "h:1", "--port", "-1"], "--port must be at least 0"),
+        (["--vote", "loudest"], "vote"),
+        (["--vote-quorum", "2"], "--vote-quorum must be 0 to 1"),
+        (["--vote-soft-deadline-ms", "500"], "vote_soft_deadline_ms"),
+        (["--verify-timeout-s", "0"], "--verify-timeout-s must be above 0"),
+        (["--eject-s", "nan"], "--eject-s"),
+        (["--open-timeout-s", "inf"], "--open-timeout-s"),
+        (["--max-body-bytes", "-5"], "--max-body-bytes must be at least 1"),
+        (["--keepalive-time-ms", "-1"], "--keepalive-time-ms must be at least 1"),
+        (["--max-moves", "-1"], "--max-moves must be at least 0"),
+        (["--port", "-1"], "--port must be at least 0"),
     ],
 )
 def test_router_config_names_what_is_wrong(flags: list[str], word: str) -> None:
     """Values that cannot work are errors that name the option."""
     with pytest.raises(ConfigError, match=word):
-        load_config(RouterConfig, ["--model", "m", *flags], {})
+        load_config(RouterConfig, ["--model", "m", "--verifiers", "h:1", *flags], {})
 
 
 def test_router_config_reaches_every_policy() -> None:

@@ -1,72 +1,73 @@
-"""An engine in this process, used like a function: for tests, benchmarks and recording.
-
-Each `LocalSession` call waits for its answer, at most `timeout_s`. Many sessions may run from many threads at once.
-"""
+"""Streams to an engine in this process, and sessions used like functions: each call waits for its answer."""
 
 from __future__ import annotations
 
-import itertools
 import queue
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
-from moot.core.errors import DeadlineExceeded
-from moot.core.types import Draft, FinishReason, SamplingParams, TokenLogprobs, Verification
-from services.verifier.commands import Abort, Answer, Failed, Open, Verify
+from moot.core.types import Draft, SamplingParams, Verification
+from services.verifier.commands import Answer, Command, Failed, Open, Verify
 from services.verifier.engine import Engine
+from tests.services.verifier.verifier_driver import session_ids
+from tests.waiting import GIVE_UP_S
 
-_session_ids = itertools.count(1)
+
+class Talk:
+    """One stream to an engine that the test steps. `answers`: all that came. A context manager: it leaves nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.answers: list[Answer] = []
+        self.stream = engine.connect(self.answers.extend)
+
+    def __enter__(self) -> Talk:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.engine.disconnect(self.stream)
+        self.engine.step()
+
+    def send(self, *commands: Command) -> None:
+        self.engine.submit(self.stream, commands)
+
+    def ask(self, *commands: Command) -> list[Answer]:
+        """Send, and step until nothing can be computed; the answers that came."""
+        before = len(self.answers)
+        self.send(*commands)
+        while self.engine.step():
+            pass
+        return self.answers[before:]
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """One whole output. `verifications`: the opening, then one per round."""
+def talk(engine: Engine, *commands: Command) -> list[Answer]:
+    """Answers to commands sent one after another on one stream, which is closed afterwards."""
+    with Talk(engine) as stream:
+        return [answer for command in commands for answer in stream.ask(command)]
 
-    output_token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    logprobs: tuple[TokenLogprobs, ...]
-    verifications: tuple[Verification, ...]
+
+def verified(answers: Iterable[Answer]) -> list[Verification]:
+    """What answers, none of which is a failure, have to say."""
+    found = []
+    for answer in answers:
+        assert not isinstance(answer, Failed), answer
+        found.append(answer.verification)
+    return found
 
 
 class LocalSession:
-    """A session on `engine` with a stream of its own. A context manager: leaving it frees everything."""
+    """A session with a stream of its own, on an engine that runs, beside others on other threads, or that is stepped
+    here. A context manager: leaving it frees everything."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        output_token_ids: Sequence[int] = (),
-        *,
-        request_id: str = "local",
-        cache_salt: str = "",
-        num_top_candidates: int = 0,
-        inside_drafter_ids: Sequence[str] = (),
-        inside_width: int = 1,
-        num_inside_tokens: int = 0,
-        timeout_s: float = 60.0,
-    ) -> None:
-        """`num_inside_tokens`: asked of the drafters attached to the verifier with every command."""
-        self.session_id = next(_session_ids)
-        self.length = len(prompt_token_ids) + len(output_token_ids)
+    def __init__(self, engine: Engine, prompt_token_ids: Sequence[int], params: SamplingParams, **fields: Any) -> None:
+        """`fields`: further ones of `Open`. `num_inside_tokens` is asked for with every command."""
         self._engine = engine
-        self._timeout_s = timeout_s
-        self._round_index = 0
+        self._opening = Open(next(session_ids), "local", tuple(prompt_token_ids), params, **fields)
+        self._length = len(prompt_token_ids)
+        self._num_rounds = 0
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._stream = engine.connect(self._receive)
-        self._command = Open(
-            self.session_id,
-            request_id,
-            tuple(prompt_token_ids),
-            params,
-            tuple(output_token_ids),
-            cache_salt,
-            num_top_candidates,
-            tuple(inside_drafter_ids),
-            inside_width,
-            num_inside_tokens,
-        )
 
     def __enter__(self) -> LocalSession:
         return self
@@ -74,65 +75,28 @@ class LocalSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._engine.disconnect(self._stream)
 
     def open(self) -> Verification:
-        """Prefill and first token. Raises the error that the failure code stands for, or DeadlineExceeded."""
-        self._engine.submit(self._stream, [self._command])
-        return self._answer()
+        """Prefill and first token. Raises the error that the failure code stands for."""
+        return self._ask(self._opening)
 
     def verify(self, draft: Draft = Draft()) -> Verification:  # noqa: B008 - a frozen value
         """One round. Same errors as `open`."""
-        self._round_index += 1
-        wanted = self._command.num_inside_tokens
-        self._engine.submit(self._stream, [Verify(self.session_id, self._round_index, self.length, draft, wanted)])
-        return self._answer()
-
-    def abort(self) -> None:
-        self._engine.submit(self._stream, [Abort(self.session_id)])
-
-    def close(self) -> None:
-        self._engine.disconnect(self._stream)
+        self._num_rounds += 1
+        wanted = self._opening.num_inside_tokens
+        return self._ask(Verify(self._opening.session_id, self._num_rounds, self._length, draft, wanted))
 
     def _receive(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
             self._answers.put(answer)
 
-    def _answer(self) -> Verification:
-        try:
-            answer = self._answers.get(timeout=self._timeout_s)
-        except queue.Empty:
-            raise DeadlineExceeded(f"the engine did not answer within {self._timeout_s:g} s") from None
+    def _ask(self, command: Open | Verify) -> Verification:
+        self._engine.submit(self._stream, [command])
+        while not self._engine.is_running and self._answers.empty():
+            self._engine.step()
+        answer = self._answers.get(timeout=GIVE_UP_S)
         if isinstance(answer, Failed):
             raise answer.error(answer.message)
-        self.length += len(answer.verification.output_token_ids)
+        self._length += len(answer.verification.output_token_ids)
         return answer.verification
-
-
-def generate(
-    engine: Engine,
-    prompt_token_ids: Sequence[int],
-    params: SamplingParams,
-    draft_of: Callable[[tuple[int, ...]], Draft],
-    *,
-    output_token_ids: Sequence[int] = (),
-    timeout_s: float = 60.0,
-) -> Generated:
-    """Rounds until the request ends; `draft_of` makes the draft that follows the given output ids."""
-    output = tuple(output_token_ids)
-    verifications: list[Verification] = []
-    with LocalSession(engine, prompt_token_ids, params, output, timeout_s=timeout_s) as session:
-        while True:
-            answer = session.verify(draft_of(output)) if verifications else session.open()
-            verifications.append(answer)
-            output += answer.output_token_ids
-            if answer.finish_reason is not None:
-                logprobs = tuple(entry for one in verifications for entry in one.logprobs)
-                return Generated(output, answer.finish_reason, logprobs, tuple(verifications))
-
-
-def plain_generate(
-    engine: Engine, prompt_token_ids: Sequence[int], params: SamplingParams, *, timeout_s: float = 60.0
-) -> Generated:
-    """Plain decoding: rounds with an empty draft (K = 0) through the same code as every other round."""
-    return generate(engine, prompt_token_ids, params, lambda _: Draft(), timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Path equality where many requests share a step: the lean pass in bfloat16, by each of the kernels or torch."""
+"""Path equality in the numbers that are served, where many requests share a step: by each of the ways to compute it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ from moot.model.cache.contiguous import PAGE_SLOTS
 from moot.model.decoder.kernels.library import load_kernels
 from moot.model.decoder.products import can_pack
 from moot.shipped import cache_dir
-from services.verifier.engine import Engine
-from tests.services.verifier.verifier_driver import Case, MakeEngine, coverage, draw_case, make_suite
+from tests.services.verifier.verifier_driver import Case, MakeEngine, coverage, draw_case, make_suite, preempted_by
 
 NUM_CASES = int(os.environ.get("MOOT_CASES", "4000"))
 BLOCK = 200
 
 # A model for each, because it is loaded once. Heads of 16 are computed by torch.
-WAYS: dict[str, dict[str, Any]] = {"avx512": {"head_dim": 32}, "avx2": {"head_dim": 64}, "torch": {}}
+WAYS: dict[str, dict[str, Any]] = {
+    "avx512": {"dtype": "bfloat16", "model": {"head_dim": 32}},
+    "avx2": {"dtype": "bfloat16", "model": {"head_dim": 64}},
+    "torch": {"dtype": "bfloat16"},
+    "modules": {"dtype": "float32"},
+}
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name = str(request.param)
+    if name == "modules":
+        return name
     if name == "torch":
         if not can_pack(torch.bfloat16, torch.device("cpu")):
             pytest.skip("this CPU has no bfloat16 products of oneDNN")
@@ -49,37 +55,18 @@ def long_or_short(seed: int) -> Case:
     return replace(case, prompt=filler + case.prompt)
 
 
-def _watch(engine: Engine, preempted: list[Any]) -> None:
-    """Note who loses its slots."""
-    rearrange = engine.serving.scheduler.rearrange
-
-    def watched() -> Any:
-        changes = rearrange()
-        preempted.extend(changes.preempted)
-        return changes
-
-    engine.serving.scheduler.rearrange = watched  # type: ignore[method-assign]
-
-
 def check(make_engine: MakeEngine, way: str, seeds: Sequence[int]) -> None:
     """Plain texts; then drafted ones, many at once: of a wide pool, and of one so small that requests lose their slots
     and get others."""
-    options: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "batch_invariant": True,
-        "max_num_seqs": 32,
-        "prefix_cache_tokens": 0,
-    }
-    options["model"] = WAYS[way]
+    options: dict[str, Any] = {"batch_invariant": True, "max_num_seqs": 32, "prefix_cache_tokens": 0, **WAYS[way]}
     plain = make_engine(**options)
-    assert way in plain.runner.way or (way == "torch" and "kernels" not in plain.runner.way)
+    assert way in plain.runner.way or (way in ("torch", "modules") and "kernels" not in plain.runner.way)
     suite = make_suite(plain, seeds, long_or_short)
     assert all(one.failure is None for one in suite.plain)
-    preempted: list[Any] = []
     happened: Counter[str] = Counter()
     for pages in (64, 16):
         engine = make_engine(pages=pages, **options)
-        _watch(engine, preempted)
+        preempted = preempted_by(engine)
         wrong, results = suite.compare(engine, at_once=24)
         assert wrong == []
         happened += coverage(suite, results)

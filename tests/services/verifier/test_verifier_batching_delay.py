@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moot.core.batching_delay import BatchingDelay
 from moot.core.types import SamplingParams
-from services.verifier.step import StepRunner
 from tests.services.verifier.local_sessions import LocalSession
 from tests.services.verifier.verifier_driver import MakeEngine
 from tests.waiting import GIVE_UP_S
@@ -107,33 +106,27 @@ def test_a_long_prompt_leaves_no_running_request_out_of_a_step(make_engine: Make
         return inner(items)  # type: ignore[arg-type]
 
     engine.serving.steps.run = run  # type: ignore[method-assign, assignment]
-    assert isinstance(engine.serving.steps, StepRunner)
     engine.start()
-    draw = random.Random(3)
     ended = threading.Event()
-    params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
 
-    def rounds(session: LocalSession) -> None:
-        session.open()
-        while not ended.is_set():
-            if session.verify().finish_reason is not None:
-                return
+    def rounds(number: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+        with LocalSession(engine, [number, 2, 3], params) as session:
+            session.open()
+            while not ended.is_set() and session.verify().finish_reason is None:
+                pass
 
-    sessions = [LocalSession(engine, [number + 1, 2, 3], params) for number in range(2)]
-    threads = [threading.Thread(target=rounds, args=(session,)) for session in sessions]
-    try:
-        for thread in threads:
-            thread.start()
-        prompt = [draw.randrange(256) for _ in range(1000)]
-        with LocalSession(engine, prompt, SamplingParams(temperature=0.0, max_tokens=1)) as long:
-            long.open()
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join(GIVE_UP_S)
-        for session in sessions:
-            session.close()
+    with ThreadPoolExecutor(2) as threads:
+        running = [threads.submit(rounds, number) for number in (1, 2)]
+        try:
+            prompt = [index * index % 256 for index in range(1000)]
+            with LocalSession(engine, prompt, SamplingParams(temperature=0.0, max_tokens=1)) as long:
+                long.open()
+        finally:
+            ended.set()
+        for one in running:
+            one.result(GIVE_UP_S)
     chunks = [count for has_chunk, count in batches if has_chunk]
     assert len(chunks) >= 30
-    served, due = sum(chunks), len(sessions) * len(chunks)
+    served, due = sum(chunks), 2 * len(chunks)
     assert 4 * served >= 3 * due, f"{served} of {due} rounds that could have been in a step with a chunk were"

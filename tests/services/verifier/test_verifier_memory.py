@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from moot.core.errors import NoCapacity, OutOfMemory, is_out_of_memory
-from moot.core.types import SamplingParams
+from moot.core.types import ROOT, Draft, SamplingParams
 from moot.model.cache.contiguous import PAGE_SLOTS
-from moot.runtime import faults
+from moot.model.inputs import SequenceInput
+from moot.model.runner import ModelRunner
 from services.verifier.engine import Engine
 from tests.services.verifier.local_sessions import LocalSession
-from tests.services.verifier.verifier_driver import MakeEngine, Result, Script, play, run
+from tests.services.verifier.verifier_driver import DraftOf, MakeEngine, Play, Script, Text, play, run, texts
 
 PARAMS = [
     SamplingParams(temperature=0.9 * (number % 2), seed=number, max_tokens=24, ignore_eos=True) for number in range(8)
 ]
 SetFaults = Callable[[str], None]
-
-
-@pytest.fixture
-def set_faults(monkeypatch: pytest.MonkeyPatch) -> SetFaults:
-    return lambda text: monkeypatch.setattr(faults, "_active", faults.parse_faults(text))
 
 
 def counted(engine: Engine, cost: str) -> float:
@@ -36,26 +34,45 @@ def prompt_of(number: int, length: int = 20) -> list[int]:
     return [(number * 31 + index * index) % 250 for index in range(length)]
 
 
-def plain(engine: Engine, number: int, length: int = 20) -> tuple[int, ...]:
-    (result,) = run(engine, [play(prompt_of(number, length), PARAMS[number])])
-    assert result.failure is None
-    return result.output_token_ids
+def plays_of(
+    numbers: Sequence[int], drafts: Sequence[DraftOf] = (lambda _: Draft(),) * 8, ill: int | None = None
+) -> list[Play]:
+    """Requests by number, of which one is called ill."""
+    return [play(prompt_of(n), PARAMS[n], drafts[n], request_id="ill" if n == ill else "well") for n in numbers]
 
 
-def texts(results: list[Result]) -> list[tuple[int, ...]]:
-    assert [result.failure for result in results] == [None] * len(results)
-    return [result.output_token_ids for result in results]
+def plain(engine: Engine, numbers: Sequence[int]) -> list[Text]:
+    """Each alone."""
+    return [text for number in numbers for text in texts(run(engine, plays_of([number])))]
+
+
+class Watching:
+    """A runner that begins no pass while the one before, which found no memory, still holds what it had allocated."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._failed: weakref.ref[Tensor] | None = None
+
+    def forward(self, inputs: Sequence[SequenceInput], progress: Callable[[], None]) -> list[Tensor]:
+        assert self._failed is None or self._failed() is None, "the pass that failed still holds its memory"
+        activations = torch.zeros(1)
+        try:
+            return self._runner.forward(inputs, progress)
+        except torch.OutOfMemoryError:
+            self._failed = weakref.ref(activations)
+            raise
 
 
 def test_a_batch_of_eight_with_room_for_three_finishes_right(make_engine: MakeEngine, set_faults: SetFaults) -> None:
-    """Passes of more than three tokens fail with all caches grown and a layer written: prompts are read in pieces,
-    batches halved, drafts left out, and all eight texts are those of an engine with memory."""
+    """Passes of more than three tokens fail with all caches grown and a layer written, and what failed is let go before
+    the next: prompts are read in pieces, batches halved, drafts left out, and all eight texts are those of an engine
+    with memory."""
     engine = make_engine(batch_invariant=True, dtype="float32")
-    expected = [plain(engine, number) for number in range(8)]
+    expected = plain(engine, range(8))
     set_faults("verifier.forward=memory:3")
-    drafts = [Script(text, 6, random.Random(number)) for number, text in enumerate(expected)]
-    results = run(engine, [play(prompt_of(number), PARAMS[number], drafts[number]) for number in range(8)])
-    assert texts(results) == expected
+    engine.serving.steps._runner = Watching(engine.runner)  # type: ignore[assignment]  # all that a step calls
+    drafts = [Script(ids, 6, random.Random(number)) for number, (ids, _) in enumerate(expected)]
+    assert texts(run(engine, plays_of(range(8), drafts))) == expected
     assert counted(engine, "step") > 8
     assert counted(engine, "draft") > 0
     assert counted(engine, "request") == 0
@@ -64,15 +81,14 @@ def test_a_batch_of_eight_with_room_for_three_finishes_right(make_engine: MakeEn
 def test_the_one_request_that_never_finds_memory_fails_alone(make_engine: MakeEngine, set_faults: SetFaults) -> None:
     """It is told why; before, what can be skipped was given up. Those in its batch notice nothing; nothing stays."""
     engine = make_engine(batch_invariant=True, dtype="float32", prefix_block_tokens=8)
-    expected = [plain(engine, number) for number in range(8)]
+    expected = plain(engine, range(8))
     assert len(engine.serving.sharing.cache) > 0
-    set_faults("verifier.forward=memory:0@huge")
-    plays = [play(prompt_of(n), PARAMS[n], request_id="huge" if n == 5 else "small") for n in range(8)]
-    results = run(engine, plays)
-    failure = results[5].failure
+    set_faults("verifier.forward=memory:0@ill")
+    results = run(engine, plays_of(range(8), ill=5))
+    failure = results.pop(5).failure
     assert failure is not None
     assert failure.error is OutOfMemory
-    assert texts(results[:5] + results[6:]) == expected[:5] + expected[6:]
+    assert texts(results) == expected[:5] + expected[6:]
     assert counted(engine, "request") == counted(engine, "prefix") == 1
     assert engine.runner.pool.used_tokens == 0
     assert engine.metrics.registry.get_sample_value("moot_kv_cache_usage_ratio") == 0.0
@@ -81,61 +97,45 @@ def test_the_one_request_that_never_finds_memory_fails_alone(make_engine: MakeEn
 def test_a_cache_that_cannot_grow_fails_its_request_alone(make_engine: MakeEngine, set_faults: SetFaults) -> None:
     """KV beyond 256 slots is not to be had: the long request fails when it gets there, the short ones finish."""
     engine = make_engine(batch_invariant=True, dtype="float32", prefix_cache_tokens=0)
-    expected = [plain(engine, number) for number in range(3)]
+    expected = plain(engine, range(3))
     set_faults("kv.allocate=memory:256")
-    results = run(engine, [*(play(prompt_of(n), PARAMS[n]) for n in range(3)), play(prompt_of(3, 600), PARAMS[3])])
-    assert texts(results[:3]) == expected
-    assert results[3].failure is not None
-    assert results[3].failure.error is OutOfMemory
+    *results, long = run(engine, [*plays_of(range(3)), play(prompt_of(3, 600), PARAMS[3])])
+    assert texts(results) == expected
+    assert long.failure is not None
+    assert long.failure.error is OutOfMemory
     assert engine.runner.pool.used_tokens == 0
 
 
 def test_a_known_prefix_without_memory_is_computed_anew(make_engine: MakeEngine, set_faults: SetFaults) -> None:
     """Copying shared blocks in finds no memory, nor does sharing one's own: both cost time, and no text."""
     engine = make_engine(batch_invariant=True, dtype="float32", prefix_block_tokens=16)
-    expected = plain(engine, 1, 300)
+
+    def text(before_step: Callable[[int], None] = lambda number: None) -> list[Text]:
+        return texts(run(engine, [play(prompt_of(1, 300), PARAMS[1])], before_step=before_step))
+
+    expected = text()
     assert len(engine.serving.sharing.cache) > 0
-    answers: list[Result] = []
-    set_faults("kv.allocate=memory:256")
-    one = Stepped(engine, 1, 300)
-    assert not one.step(), "the first chunk fits, the rest of the prompt does not"
+    # In the first step only: the first chunk fits, the rest of the prompt does not.
+    assert text(lambda number: set_faults("" if number else "kv.allocate=memory:256")) == expected
     assert counted(engine, "prefix") == 1
-    set_faults("")
-    while not one.step():
-        pass
-    answers.append(one.result)
-    assert texts(answers) == [expected]
     engine.serving.sharing.cache.clear()
     set_faults("verifier.share=memory")
-    assert plain(engine, 1, 300) == expected
+    assert text() == expected
     assert len(engine.serving.sharing.cache) == 0
     assert counted(engine, "prefix") == 2
 
 
-class Stepped:
-    """One request, advanced by single steps of its engine."""
-
-    def __init__(self, engine: Engine, number: int, length: int) -> None:
-        self._engine = engine
-        self._inbox: list[object] = []
-        self._stream = engine.connect(self._inbox.extend)
-        self._play = play(prompt_of(number, length), PARAMS[number])
-        self.result = Result()
-        engine.submit(self._stream, next(self._play))
-
-    def step(self) -> bool:
-        """Whether the request is over."""
-        self._engine.step()
-        answers, self._inbox[:] = list(self._inbox), []
-        for answer in answers:
-            try:
-                self._engine.submit(self._stream, self._play.send(answer))  # type: ignore[arg-type]
-            except StopIteration as stop:
-                self.result = stop.value
-                self._engine.disconnect(self._stream)
-                self._engine.step()
-                return True
-        return False
+@pytest.mark.parametrize("draft", [Draft.chain(tuple(range(30))), Draft(tuple(range(30)), (ROOT,) * 30)])
+def test_a_draft_without_memory_is_left_out(make_engine: MakeEngine, set_faults: SetFaults, draft: Draft) -> None:
+    """A draft decides nothing: where it finds no memory, the round is plain decoding, and others keep theirs."""
+    engine = make_engine()
+    expected = plain(engine, (5, 6))
+    set_faults("verifier.forward=memory:1@ill")
+    results = run(engine, plays_of((5, 6), [lambda _: draft] * 8, ill=5))
+    assert texts(results) == expected
+    # The draft of the last round takes no row.
+    assert not any(verification.num_accepted for verification in results[0].verifications[:-1])
+    assert counted(engine, "draft") > 0
 
 
 def test_giving_slots_back_needs_none(make_engine: MakeEngine, set_faults: SetFaults) -> None:
@@ -156,7 +156,7 @@ def test_giving_slots_back_needs_none(make_engine: MakeEngine, set_faults: SetFa
 def test_a_drafter_inside_without_memory_abstains(make_engine: MakeEngine, set_faults: SetFaults) -> None:
     """It has nothing to say while there is none, is asked again in the next step, and no text depends on it."""
     params = replace(PARAMS[0], max_tokens=12)
-    engine = make_engine(drafters=("lookahead",), start=True)
+    engine = make_engine(drafters=("lookahead",))
     said, outputs = [], []
     for ids in (("lookahead",), ()):
         output: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ import transformers
 from moot.core.sampling import sample_token, token_logprobs
 from moot.core.types import Draft, FinishReason, SamplingParams, TokenLogprobs
 from moot.testing.tiny_model import FAMILIES
-from tests.services.verifier.verifier_driver import MakeEngine, play, run
+from tests.services.verifier.verifier_driver import MakeEngine, Text, assert_logprobs, play, run, texts
 
 VOCAB_SIZE = 259
 END_TOKEN_ID = 258
@@ -30,6 +30,7 @@ PARAMS = [
         min_tokens=9,
         max_tokens=30,
         seed=3,
+        logprobs=2,
     ),
 ]
 
@@ -46,9 +47,7 @@ class Oracle:
     def logits(self, token_ids: Sequence[int]) -> list[float]:
         return self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0, -1, :VOCAB_SIZE].tolist()
 
-    def generate(
-        self, prompt: Sequence[int], params: SamplingParams
-    ) -> tuple[tuple[int, ...], FinishReason, list[TokenLogprobs]]:
+    def generate(self, prompt: Sequence[int], params: SamplingParams) -> tuple[Text, list[TokenLogprobs]]:
         output: list[int] = []
         logprobs = []
         ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | {END_TOKEN_ID}
@@ -60,9 +59,9 @@ class Oracle:
             if params.logprobs is not None:
                 logprobs.append(token_logprobs(row, token_id, params.logprobs))
             if token_id in ends:
-                return tuple(output), FinishReason.STOP, logprobs
+                return (tuple(output), FinishReason.STOP), logprobs
             if len(output) == params.max_tokens:
-                return tuple(output), FinishReason.LENGTH, logprobs
+                return (tuple(output), FinishReason.LENGTH), logprobs
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -70,21 +69,17 @@ class Oracle:
 def test_plain_decoding_equals_the_oracle(
     make_engine: MakeEngine, model_folder: Callable[..., Path], family: str, dtype: str
 ) -> None:
-    """Ids, end reasons and log-probabilities (raw logits) are the oracle's, for every family; chunks of 8."""
+    """C07, C16: ids, end reasons and log-probabilities (of raw logits, the vocabulary's padding left out) are the
+    oracle's, for every family; chunks of 8."""
     oracle = Oracle(model_folder(family, dtype), dtype)
     prompts = [[3], list(range(40, 71)), [7, 7, 7, 250]]
     engine = make_engine(family, dtype, prefill_chunk_tokens=8)
     jobs = [(prompt, params) for prompt in prompts for params in PARAMS]
     results = run(engine, [play(prompt, params) for prompt, params in jobs])
     for (prompt, params), result in zip(jobs, results, strict=True):
-        ids, finish, logprobs = oracle.generate(prompt, params)
-        assert result.output_token_ids == ids
-        assert result.finish_reason is finish
-        assert len(result.logprobs) == len(logprobs)
-        for ours, theirs in zip(result.logprobs, logprobs, strict=True):
-            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-            assert ours.rank == theirs.rank
-            assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+        text, logprobs = oracle.generate(prompt, params)
+        assert texts([result]) == [text]
+        assert_logprobs(result.logprobs, logprobs, 1e-4)
 
 
 def test_after_a_rejection_at_every_position_the_logits_are_those_of_a_fresh_pass(
@@ -114,8 +109,6 @@ def test_after_a_rejection_at_every_position_the_logits_are_those_of_a_fresh_pas
     assert rounds >= 100
     assert drafted.output_token_ids == plain.output_token_ids
     assert {one.num_accepted for one in drafted.verifications} >= set(range(k + 1))
-    for index in range(0, 320, 13):
-        row = oracle.logits([*prompt, *drafted.output_token_ids[:index]])
-        expected = token_logprobs(row, drafted.output_token_ids[index], 2)
-        assert drafted.logprobs[index].logprob == pytest.approx(expected.logprob, abs=1e-5)
-        assert [token for token, _ in drafted.logprobs[index].top] == [token for token, _ in expected.top]
+    places, ids = range(0, 320, 13), drafted.output_token_ids
+    expected = [token_logprobs(oracle.logits([*prompt, *ids[:place]]), ids[place], 2) for place in places]
+    assert_logprobs([drafted.logprobs[place] for place in places], expected, 1e-5)

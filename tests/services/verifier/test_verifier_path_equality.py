@@ -9,45 +9,82 @@ from dataclasses import replace
 import pytest
 
 from moot.core.acceptance import Walk, walk
-from moot.core.options import make_config
 from moot.core.types import ROOT, Draft, SamplingParams
-from moot.model.backend import plain_runner
 from moot.model.loading.load import LoadedModel
-from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
 from services.verifier.sessions import PendingWork, Session
 from services.verifier.step import StepRunner
 from services.verifier.walks import Walks, row_of_nodes
-from tests.services.verifier.verifier_driver import MakeEngine, Suite, coverage, make_suite
+from tests.services.verifier.verifier_driver import (
+    DraftOf,
+    MakeEngine,
+    Suite,
+    assert_logprobs,
+    coverage,
+    engine_on,
+    make_suite,
+    play,
+    run,
+    texts,
+)
 
 NUM_CASES = int(os.environ.get("MOOT_CASES", "10000"))
 MAX_K = 8
 
 
-def check(make_engine: MakeEngine, seeds: Sequence[int]) -> None:
-    engine = make_engine(max_num_seqs=16)
-    suite = make_suite(engine, seeds)
+def check(engine: Engine, suite: Suite, most_accepted: int = MAX_K) -> None:
     assert all(plain.failure is None for plain in suite.plain)
     wrong, results = suite.compare(engine)
     assert wrong == []
     seen = coverage(suite, results)
-    wanted = [f"accepted_{number}" for number in range(MAX_K + 1)]
+    wanted = [f"accepted_{number}" for number in range(most_accepted + 1)]
     wanted += ["accepted_later_sibling", "all_accepted", "end_inside", "stop_id_inside", "max_tokens_inside"]
     wanted += ["eos_passed_over", "rounds_without_draft", "greedy", "sampled"]
     missing = [name for name in wanted if not seen[name]]
     assert not missing, seen
 
 
-def test_any_draft_leaves_the_text_unchanged(make_engine: MakeEngine) -> None:
-    """500 drawn cases in float64, eight requests at once: chains, trees, every K, late and malicious drafts, moves."""
-    check(make_engine, range(500))
+@pytest.fixture(scope="module")
+def suite(loaded_model: Callable[..., LoadedModel]) -> Suite:
+    """Cases with their plain decoding, by the CPU's runner and its sampler, row by row."""
+    return make_suite(engine_on(loaded_model()), range(500))
+
+
+@pytest.mark.parametrize(
+    ("paged", "num_cases", "most_accepted"), [(False, 500, MAX_K), (True, 300, MAX_K - 1)], ids=("cpu", "paged")
+)
+def test_any_draft_leaves_the_text_unchanged(
+    make_engine: MakeEngine, suite: Suite, paged: bool, num_cases: int, most_accepted: int
+) -> None:
+    """C01, C03, C10, C11, C12, C17: drawn cases in float64, eight requests at once: chains, trees, every K, late
+    and malicious drafts, moves. On the CPU's way, and on the accelerator's with its paged KV and all rows of a step
+    drawn at once."""
+    check(make_engine(max_num_seqs=16, paged=paged), suite.head(num_cases), most_accepted)
+
+
+def test_a_full_pool_changes_nothing(make_engine: MakeEngine, suite: Suite) -> None:
+    """With two pages for eight requests at once they wait for each other's pages and fill them anew."""
+    engine = make_engine(pages=2, max_num_seqs=8, paged=True)
+    assert suite.head(120).compare(engine, mischief=False)[0] == []
+
+
+def test_logprobs_are_those_of_the_other_way(make_engine: MakeEngine) -> None:
+    """Log-probabilities drawn with all rows at once equal those computed along the walk."""
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12, logprobs=3)
+    (expected,) = run(make_engine(), [play([1, 2, 3], params)])
+    text = (*expected.output_token_ids, 7)
+    draft_of: DraftOf = lambda output: Draft.chain(text[len(output) : len(output) + 4])  # noqa: E731
+    (found,) = run(make_engine(paged=True), [play([1, 2, 3], params, draft_of)])
+    assert texts([found]) == texts([expected])
+    assert_logprobs(found.logprobs, expected.logprobs, 1e-4)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("block", range(max(1, NUM_CASES // 500)))
 def test_any_draft_leaves_the_text_unchanged_in_many_more_cases(make_engine: MakeEngine, block: int) -> None:
     """The same with MOOT_CASES cases (10,000 unless set), other ones than above."""
-    check(make_engine, range(1000 + block * 500, 1500 + block * 500))
+    engine = make_engine(max_num_seqs=16)
+    check(engine, make_suite(engine, range(1000 + block * 500, 1500 + block * 500)))
 
 
 def wrong_rule(
@@ -123,10 +160,9 @@ WRONG_RULES = {
 
 
 @pytest.fixture(scope="module")
-def suite(loaded_model: Callable[..., LoadedModel]) -> Suite:
-    """Plain decoding of the cases that the wrong rules are tried on."""
-    engine = Engine(plain_runner(loaded_model(), 64 * 512, False), make_config(VerifierConfig, model="tiny"))
-    return make_suite(engine, range(20_000, 20_080))
+def some(suite: Suite) -> Suite:
+    """The cases that the wrong rules are tried on."""
+    return suite.head(80)
 
 
 def compare_with(
@@ -142,10 +178,10 @@ def compare_with(
 
 
 @pytest.mark.parametrize("name", WRONG_RULES)
-def test_a_wrong_rule_is_noticed(make_engine: MakeEngine, suite: Suite, name: str) -> None:
+def test_a_wrong_rule_is_noticed(make_engine: MakeEngine, some: Suite, name: str) -> None:
     """Each wrong rule of the walk makes some case part from plain decoding; the right one, none."""
     engine = make_engine()
-    wrong = compare_with(engine, suite, walks=WRONG_RULES[name])
+    wrong = compare_with(engine, some, walks=WRONG_RULES[name])
     assert bool(wrong) == (name != "nothing wrong")
 
 
@@ -208,7 +244,7 @@ class RowsMixedUp(StepRunner):
 
 
 @pytest.mark.parametrize("rule", [WrongPathKept, PositionsBehind, HistoryWithRejected, RowsMixedUp])
-def test_wrong_state_after_a_round_is_noticed(make_engine: MakeEngine, suite: Suite, rule: type[StepRunner]) -> None:
+def test_wrong_state_after_a_round_is_noticed(make_engine: MakeEngine, some: Suite, rule: type[StepRunner]) -> None:
     """A cache or history that holds rejected tokens, or another request's row, makes some case part."""
     engine = make_engine()
-    assert compare_with(engine, suite, steps=rule)
+    assert compare_with(engine, some, steps=rule)

@@ -10,18 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moot.core.errors import ConfigError
-from moot.core.options import make_config
 from moot.core.types import SamplingParams
-from moot.model.backend import plain_runner
 from moot.model.decoder.products import can_pack
-from moot.model.gpu.gpu_runner import GpuRunner
 from moot.model.loading.load import load_model
-from moot.model.runner import ModelRunner
 from moot.testing.tiny_model import make_tiny_model
-from services.verifier.config import VerifierConfig
-from services.verifier.engine import Engine
-from tests.services.verifier.test_verifier_attached import cases, play_inside
-from tests.services.verifier.verifier_driver import Case, MakeEngine, play, run
+from tests.services.verifier.verifier_driver import (
+    Case,
+    MakeEngine,
+    attached_cases,
+    drafted_as_plain,
+    engine_on,
+    wish,
+)
 
 packs = can_pack(torch.bfloat16, torch.device("cpu"))
 
@@ -39,14 +39,6 @@ def idle_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(folder: Path, kind: str, drafters: tuple[str, ...]) -> Engine:
-    if kind == "paged":
-        runner: ModelRunner = GpuRunner(load_model(folder, "cpu", "float32", lean=False), 16 * 512, False)
-    else:
-        runner = plain_runner(load_model(folder, "cpu", "bfloat16"), 16 * 512, True)
-    return Engine(runner, make_config(VerifierConfig, model="tiny", drafters=drafters))
-
-
 @pytest.mark.parametrize(
     "kind", ["paged", pytest.param("packed", marks=pytest.mark.skipif(not packs, reason="needs bfloat16 products"))]
 )
@@ -56,10 +48,13 @@ def test_without_idle_layers_it_says_what_the_target_says(idle_layers: Path, kin
     sampled = SamplingParams(temperature=0.8, seed=9, max_tokens=17, ignore_eos=True, repetition_penalty=1.3)
     greedy = SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
     everything = [Case((5, 6, 7 + seed), (greedy, sampled)[seed % 2], seed, 4) for seed in range(6)]
-    plain = run(engine_of(idle_layers, kind, ()), [play(one.prompt, one.params) for one in everything])
-    engine = engine_of(idle_layers, kind, ("self:skip=1+2",))
-    results = run(engine, [play_inside(one, 1, ("self",)) for one in everything])
-    assert [one.output_token_ids for one in results] == [one.output_token_ids for one in plain]
+    dtype, paged = ("float32", True) if kind == "paged" else ("bfloat16", False)
+    loaded = load_model(idle_layers, "cpu", dtype, lean=not paged)
+    plain, engine = (
+        engine_on(loaded, pages=16, batch_invariant=not paged, paged=paged, drafters=drafters)
+        for drafters in ((), ("self:skip=1+2",))
+    )
+    results = drafted_as_plain(plain, engine, everything, lambda _: wish("self"))
     for result in results:
         # The opening, then four drafted and one more per round; the last round drafts what may still come.
         assert [one.num_accepted for one in result.verifications] == [0, 4, 4, 4, 0]
@@ -71,13 +66,10 @@ def test_without_idle_layers_it_says_what_the_target_says(idle_layers: Path, kin
 def test_texts_are_plain_ones_whatever_is_left_out(make_engine: MakeEngine, skip: str) -> None:
     """Bit by bit in batch-invariant mode, beside lookahead, whose guesses share the steps: what drafting leaves behind
     in a cache reaches nobody."""
-    everything = cases(12)
     options: dict[str, Any] = {"batch_invariant": True, "model": {"layers": 4}}
-    plain = run(make_engine("llama", "bfloat16", **options), [play(one.prompt, one.params) for one in everything])
+    plain = make_engine("llama", "bfloat16", **options)
     engine = make_engine("llama", "bfloat16", **options, drafters=(f"self:skip={skip}", "lookahead"))
-    results = run(engine, [play_inside(one, 2, ("self", "lookahead")) for one in everything])
-    for expected, found in zip(plain, results, strict=True):
-        assert (found.output_token_ids, found.finish_reason) == (expected.output_token_ids, expected.finish_reason)
+    results = drafted_as_plain(plain, engine, attached_cases(12), lambda _: wish("self", "lookahead", width=2))
     said = {proposal.drafter_id for one in results for answer in one.verifications for proposal in answer.proposals}
     assert "self" in said
     assert len(engine.serving.attached.drafters) == 2

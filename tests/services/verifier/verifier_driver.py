@@ -1,4 +1,4 @@
-"""Plays scripted requests against an engine: many at once, step by step, the same way on every run."""
+"""Engines, and scripted requests played against them: many at once, step by step, the same way on every run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,55 @@ import random
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
 
 from moot.core.errors import InvalidRequest
-from moot.core.types import ROOT, Draft, FinishReason, SamplingParams, TokenLogprobs, Verification
+from moot.core.options import make_config
+from moot.core.types import ROOT, Draft, FinishReason, Proposal, SamplingParams, TokenLogprobs, Verification
+from moot.model.backend import plain_runner
+from moot.model.cache.contiguous import PAGE_SLOTS
+from moot.model.gpu.gpu_runner import GpuRunner
+from moot.model.loading.load import LoadedModel
+from moot.model.runner import ModelRunner
 from services.verifier.commands import Abort, Answer, Command, Failed, Open, Opened, Verified, Verify
+from services.verifier.config import VerifierConfig
 from services.verifier.engine import Engine
+from services.verifier.sessions import Session
 
 MAX_STEPS = 20_000
 session_ids = itertools.count(1)
 
 MakeEngine = Callable[..., Engine]
 DraftOf = Callable[[tuple[int, ...]], Draft]
+
+
+def engine_on(
+    loaded: LoadedModel, *, pages: int = 64, batch_invariant: bool = False, paged: bool = False, **options: Any
+) -> Engine:
+    """An engine of its own cache and limits. `paged`: by the accelerator's way, on the CPU."""
+    size = pages * PAGE_SLOTS
+    runner: ModelRunner = (
+        GpuRunner(loaded, size, batch_invariant, use_graphs=True)
+        if paged
+        else plain_runner(loaded, size, batch_invariant)
+    )
+    return Engine(runner, make_config(VerifierConfig, model="tiny", **options))
+
+
+def preempted_by(engine: Engine) -> list[Session]:
+    """A list that gets every session that loses its slots."""
+    preempted: list[Session] = []
+    rearrange = engine.serving.scheduler.rearrange
+
+    def watched() -> Any:
+        changes = rearrange()
+        preempted.extend(changes.preempted)
+        return changes
+
+    engine.serving.scheduler.rearrange = watched  # type: ignore[method-assign]
+    return preempted
 
 
 @dataclass
@@ -36,6 +74,36 @@ class Result:
 
 
 Play = Generator[list[Command], Answer, Result]
+Text = tuple[tuple[int, ...], FinishReason | None]
+
+
+def texts(results: Iterable[Result]) -> list[Text]:
+    """Ids and end reason of each; none has failed."""
+    found = []
+    for result in results:
+        assert result.failure is None
+        found.append((result.output_token_ids, result.finish_reason))
+    return found
+
+
+def assert_logprobs(ours: Sequence[TokenLogprobs], theirs: Sequence[TokenLogprobs], within: float) -> None:
+    """One of ours for each of theirs: the same ranks and alternatives."""
+    assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=within)
+    assert [one.rank for one in ours] == [one.rank for one in theirs]
+    assert [[token_id for token_id, _ in one.top] for one in ours] == [[x for x, _ in one.top] for one in theirs]
+
+
+def tree_of(proposals: Sequence[Proposal]) -> Draft:
+    """All proposals in one draft."""
+    nodes: dict[tuple[int, ...], int] = {(): ROOT}
+    parents: list[int] = []
+    for proposal in proposals:
+        for end in range(1, len(proposal.token_ids) + 1):
+            path = proposal.token_ids[:end]
+            if path not in nodes:
+                nodes[path] = len(parents)
+                parents.append(nodes[path[:-1]])
+    return Draft(tuple(path[-1] for path in list(nodes)[1:]), tuple(parents))
 
 
 def play(
@@ -47,9 +115,12 @@ def play(
     request_id: str = "test",
     cache_salt: str = "",
     mischief: random.Random | None = None,
+    **wish: Any,
 ) -> Play:
     """One request as a router would drive it: yields commands, is sent the answer, returns the result.
 
+    With a `wish`, which is of drafters attached to the verifier (fields of `Open`), every round verifies what came with
+    the last answer, in place of `draft_of`.
     With `mischief`: late and doubled commands, malformed drafts (the session fails, the request goes on in a new one
     with its committed tokens), and moves to a new session.
     """
@@ -57,7 +128,7 @@ def play(
     farewell: list[Command] = []
     while True:
         session_id = next(session_ids)
-        opening = Open(session_id, request_id, tuple(prompt), params, result.output_token_ids, cache_salt)
+        opening = Open(session_id, request_id, tuple(prompt), params, result.output_token_ids, cache_salt, **wish)
         answer, round_index, previous = (yield [*farewell, opening]), 0, None
         farewell.clear()
         draft = Draft()
@@ -77,6 +148,7 @@ def play(
             result.output_token_ids += answer.verification.output_token_ids
             result.finish_reason = answer.verification.finish_reason
             if result.finish_reason is not None:
+                assert answer.verification.proposals == ()
                 return result
             base += len(answer.verification.output_token_ids)
             commands: list[Command] = []
@@ -88,10 +160,10 @@ def play(
             if kind < 0.15 and previous is not None:
                 commands.append(previous)
             round_index += 1
-            draft = draft_of(result.output_token_ids)
+            draft = tree_of(answer.verification.proposals) if wish else draft_of(result.output_token_ids)
             if 0.15 <= kind < 0.2:
                 draft = malformed(mischief, draft)
-            previous = Verify(session_id, round_index, base, draft)
+            previous = Verify(session_id, round_index, base, draft, opening.num_inside_tokens)
             answer = yield [*commands, previous]
 
 
@@ -109,7 +181,9 @@ def malformed(draw: random.Random, draft: Draft) -> Draft:
     return Draft((7, 7), (ROOT, ROOT))
 
 
-def run(engine: Engine, plays: Iterable[Play], at_once: int = 8) -> list[Result]:
+def run(
+    engine: Engine, plays: Iterable[Play], at_once: int = 8, before_step: Callable[[int], None] = lambda number: None
+) -> list[Result]:
     """Play all, `at_once` at a time, stepping `engine` by hand. Fails when it takes absurdly many steps."""
     queue = list(enumerate(plays))[::-1]
     results: dict[int, Result] = {}
@@ -126,11 +200,12 @@ def run(engine: Engine, plays: Iterable[Play], at_once: int = 8) -> list[Result]
         active[commands[-1].session_id] = (index, one)
         engine.submit(stream, commands)
 
-    for _ in range(MAX_STEPS):
+    for number in range(MAX_STEPS):
         while queue and len(active) < at_once:
             advance(*queue.pop(), None)
         if not active and not queue:
             break
+        before_step(number)
         engine.step()
         answers, inbox[:] = list(inbox), []
         for answer in answers:
@@ -222,6 +297,36 @@ def draw_case(seed: int, vocab_size: int = 259) -> Case:
     return Case(prompt, params, seed, draw.choice([0, 1, 3, 4, 8]))
 
 
+FEW_IDS = (60, 61, 62, 63, 64)
+NUM_TOKENS = 4
+
+
+def wish(*drafter_ids: str, width: int = 1, num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
+    """Fields of an opening that wants proposals of drafters attached to the verifier."""
+    return {"inside_drafter_ids": drafter_ids, "inside_width": width, "num_inside_tokens": num_tokens}
+
+
+def attached_cases(number: int) -> list[Case]:
+    """Drawn ones, each also with few allowed ids, among which guesses are often right."""
+    found = []
+    for seed in range(number):
+        case = draw_case(seed)
+        params = replace(case.params, max_tokens=12, min_tokens=0)
+        found.append(replace(case, params=params))
+        found.append(replace(case, params=replace(params, allowed_token_ids=frozenset(FEW_IDS), logit_bias={})))
+    return found
+
+
+def drafted_as_plain(
+    plain: Engine, engine: Engine, cases: Sequence[Case], wish_of: Callable[[int], dict[str, Any]]
+) -> list[Result]:
+    """What comes of the cases on `engine`, each with its wish of drafters; their texts are those of `plain`."""
+    expected = run(plain, [play(case.prompt, case.params) for case in cases])
+    results = run(engine, [play(case.prompt, case.params, **wish_of(index)) for index, case in enumerate(cases)])
+    assert texts(results) == texts(expected)
+    return results
+
+
 def with_ending(case: Case, text: Sequence[int], end_token_id: int) -> Case:
     """Let the text end inside: a stop id that it holds, or an end token made likely."""
     draw = random.Random(case.seed + 1)
@@ -243,6 +348,10 @@ class Suite:
 
     cases: list[Case]
     plain: list[Result]
+
+    def head(self, count: int) -> Suite:
+        """The first so many of its cases."""
+        return Suite(self.cases[:count], self.plain[:count])
 
     def compare(self, engine: Engine, *, mischief: bool = True, at_once: int = 8) -> tuple[list[int], list[Result]]:
         """Seeds of the cases whose text is not that of plain decoding, and all results."""

@@ -160,11 +160,11 @@ class Kernels:
         loaded = ctypes.CDLL(str(library))
         self._norm, self._product = loaded.moot_norm, loaded.moot_product
         self._attend, self._layer = loaded.moot_attend, loaded.moot_layer
-        pointer, number, reference = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER
-        self._norm.argtypes = (reference(CNorm), pointer, pointer, pointer, number, number, ctypes.c_int)
-        self._product.argtypes = (reference(CWeight), pointer, pointer, number, ctypes.c_int, ctypes.c_int)
-        self._attend.argtypes = (reference(CPlan), reference(CAttention), number, pointer)
-        self._layer.argtypes = (reference(CPlan), reference(CLayer), number, reference(CNorm), reference(CRows))
+        reference = ctypes.POINTER
+        self._norm.argtypes = (reference(CNorm), _pointer, _pointer, _pointer, _int, _int, ctypes.c_int)
+        self._product.argtypes = (reference(CWeight), _pointer, _pointer, _int, ctypes.c_int, ctypes.c_int)
+        self._attend.argtypes = (reference(CPlan), reference(CAttention), _int, _pointer)
+        self._layer.argtypes = (reference(CPlan), reference(CLayer), _int, reference(CNorm), reference(CRows))
         for function in (self._norm, self._product, self._attend, self._layer):
             function.restype = None
         self.variant = variant

@@ -116,12 +116,7 @@ def create_app(
     ConfigError for a tokenizer whose text cannot be assembled token by token.
     """
     admission = Admission(settings, metrics, state.places)
-    prompt_tokenizer = PromptTokenizer(
-        tokenizer,
-        timeout_s=settings.tokenize_timeout_s,
-        num_threads=settings.tokenize_threads,
-        max_prompt_bytes=settings.max_prompt_bytes,
-    )
+    prompt_tokenizer = PromptTokenizer(tokenizer, settings)
     front = Front(generator, prompt_tokenizer, settings, state, admission, metrics, tracing or Tracing())
 
     @asynccontextmanager

@@ -25,12 +25,10 @@ from moot.runtime.patience import Patience
 from services.router.api import error_responses as errors
 from services.router.api.admission import Ticket
 from services.router.api.bodies import parse_json_object
-from services.router.api.choices import Choice, Front, enqueue, run_choices
+from services.router.api.choices import Choice, Front, plan_choices, run_choices
 from services.router.api.error_responses import Attempt, ClientGone
-from services.router.api.http.replies import ChatReply, CompletionReply, Envelope, Reply
-from services.router.api.requests import CommonBody, parse_chat, parse_completion, plan_requests
-from services.router.api.text import IncrementalText, StopStrings
-from services.router.generation.request_types import GenerationChunk, GenerationRequest
+from services.router.api.http.replies import ChatReply, CompletionReply, Reply
+from services.router.generation.request_types import GenerationChunk
 
 ResultT = TypeVar("ResultT")
 DONE = b"data: [DONE]\n\n"
@@ -128,8 +126,7 @@ class GenerationEndpoint:
         request = Request(scope, receive)
         with Attempt(self._front.metrics) as attempt, self._front.admission.enter(request.state.caller) as ticket:
             info = self._front.serving()
-            body = await self._read(request)
-            work = self._answer(body, info, ticket, attempt, request.state.caller, started, send)
+            work = self._answer(await self._read(request), info, ticket, attempt, started, send)
             response = await unless_gone(receive, work, 2 * self._front.settings.abort_timeout_s)
             if response is not None:
                 await send_whole(response, send, self._front.settings.stream_buffer_bytes)
@@ -157,103 +154,43 @@ class GenerationEndpoint:
         return bytes(body)
 
     async def _answer(
-        self, body: bytes, info: ModelInfo, ticket: Ticket, attempt: Attempt, caller: str, started: float, send: Send
+        self, body: bytes, info: ModelInfo, ticket: Ticket, attempt: Attempt, started: float, send: Send
     ) -> Response | None:
         """The response; None when it was streamed through `send`."""
-        front = self._front
+        front, settings = self._front, self._front.settings
         base_id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
-        common, requests, prompt_texts = await self._prepare(body, info, ticket, caller, base_id)
-        tokens = front.tokenizer.tokens
-        stops = StopStrings(common.stops)
-        choices = [
-            Choice(
-                index,
-                request,
-                IncrementalText.of(request, tokens, info.end_token_ids, stops),
-                prompt_text,
-                keep_text=not common.stream,
-                return_token_ids=common.return_token_ids,
-            )
-            for index, (request, prompt_text) in enumerate(zip(requests, prompt_texts, strict=True))
-        ]
-        enqueue(ticket, choices, common, front.settings)
-        envelope = Envelope(base_id, int(time.time()), common, tokens, choices)
-        reply: Reply = ChatReply(tokens) if self._chat else CompletionReply(tokens)
-        attempt.is_generating = True
-        running = run_choices(
-            front.generator, choices, front.settings, front.metrics, started, front.admission.aborting, front.tracing
+        checked, choices = await plan_choices(
+            front,
+            parse_json_object(body, settings.max_json_depth, settings.max_json_values + info.context_limit),
+            info,
+            ticket,
+            base_id,
+            chat=self._chat,
+            fingerprint=hashlib.sha256(body).hexdigest(),
         )
-        async with aclosing(running) as chunks:
-            if common.stream:
-                stream = EventStream(send, front.settings.slow_client_timeout_s)
+        del body  # megabytes, perhaps, for as long as the answer takes
+        kind = ChatReply if self._chat else CompletionReply
+        reply: Reply = kind(base_id, int(time.time()), checked, front.tokenizer.tokens, choices)
+        attempt.is_generating = True
+        async with aclosing(run_choices(front, choices, started)) as chunks:
+            if checked.body.stream:
+                stream = EventStream(send, settings.slow_client_timeout_s)
                 try:
-                    await self._stream(envelope, reply, chunks, stream)
+                    await self._stream(reply, chunks, stream)
                 finally:
                     stream.release()
                 return None
             durable = True
             async for _, chunk in chunks:
                 durable = durable and chunk.durable
-        answer = envelope.wrap(reply.whole_kind, [reply.whole(choice) for choice in choices]) | reply.prompt(choices)
-        answer["usage"] = envelope.usage()
-        if common.include_metrics:
-            answer["metrics"] = envelope.metrics()
-        text = encode(answer)
+        answer = reply.wrap(reply.whole_kind, [reply.whole(choice) for choice in choices]) | reply.prompt()
+        text = encode(answer | {"usage": reply.usage()} | reply.metrics())
         return Response(text, headers=_durability(durable), media_type="application/json")
 
-    async def _prepare(
-        self, body: bytes, info: ModelInfo, ticket: Ticket, caller: str, base_id: str
-    ) -> tuple[CommonBody, tuple[GenerationRequest, ...], list[str]]:
-        """Body to requests, with the text to echo before each choice."""
-        front = self._front
-        max_values = front.settings.max_json_values + info.context_limit
-        values = parse_json_object(body, front.settings.max_json_depth, max_values)
-        drafter_ids = front.state.drafter_ids()
-        if self._chat:
-            chat = parse_chat(values, front.settings, info, drafter_ids)
-            common = chat.common
-            ticket.grow(common.n)
-            ids = await front.tokenizer.encode_chat(
-                chat.messages,
-                add_generation_prompt=chat.add_generation_prompt,
-                continue_final_message=chat.continue_final_message,
-                context_limit=info.context_limit,
-                param="messages",
-            )
-            prompts: tuple[tuple[int, ...], ...] = (ids,)
-            echoes = [""] * common.n
-        else:
-            completion = parse_completion(values, front.settings, info, drafter_ids)
-            common = completion.common
-            ticket.grow(common.n * len(completion.prompts))
-            texts = [prompt for prompt in completion.prompts if isinstance(prompt, str)]
-            prompts = await front.tokenizer.encode(
-                texts,
-                add_special_tokens=completion.add_special_tokens,
-                context_limit=info.context_limit,
-                param="prompt",
-            )
-            # All prompts are texts or all are ids.
-            prompts = prompts or tuple(prompt for prompt in completion.prompts if isinstance(prompt, tuple))
-            shown = texts or [front.tokenizer.tokens.text(ids, common.skip_special_tokens) for ids in prompts]
-            echoes = [text if completion.echo else "" for text in shown for _ in range(common.n)]
-        fingerprint = hashlib.sha256(body).hexdigest()
-        param = "messages" if self._chat else "prompt"
-        prediction = await front.tokenizer.encode_prediction(
-            common.prediction, context_limit=info.context_limit, param="prediction"
-        )
-        requests = plan_requests(common, prompts, info, base_id, caller, fingerprint, param, prediction)
-        return common, requests, echoes
-
     async def _stream(
-        self,
-        envelope: Envelope,
-        reply: Reply,
-        chunks: AsyncGenerator[tuple[Choice, GenerationChunk], None],
-        stream: EventStream,
+        self, reply: Reply, chunks: AsyncGenerator[tuple[Choice, GenerationChunk], None], stream: EventStream
     ) -> None:
-        common = envelope.common
-        running = len(envelope.choices)
+        with_usage, running = reply.checked.body.include_usage, len(reply.choices)
         opened: set[int] = set()
         try:
             async for choice, chunk in chunks:
@@ -263,20 +200,17 @@ class GenerationEndpoint:
                     items.insert(0, reply.opening(choice))
                 running -= chunk.finish_reason is not None
                 # With include_usage, OpenAI's chunks before the last carry an explicit null.
-                usage = {"usage": None} if common.include_usage else {}
-                bodies = [envelope.wrap(reply.chunk_kind, [item]) | usage for item in items if item is not None]
+                usage = {"usage": None} if with_usage else {}
+                bodies = [reply.wrap(reply.chunk_kind, [item]) | usage for item in items if item is not None]
                 if bodies and not stream.started:
-                    bodies[0] |= reply.prompt(envelope.choices)
-                if running == 0 and common.include_metrics and not common.include_usage:
-                    bodies[-1]["metrics"] = envelope.metrics()
+                    bodies[0] |= reply.prompt()
+                if running == 0 and not with_usage:
+                    bodies[-1] |= reply.metrics()
                 if bodies:
                     await stream.send(map(event, bodies), _durability(chunk.durable))
             last = [DONE]
-            if common.include_usage:
-                final = envelope.wrap(reply.chunk_kind, []) | {"usage": envelope.usage()}
-                if common.include_metrics:
-                    final["metrics"] = envelope.metrics()
-                last.insert(0, event(final))
+            if with_usage:
+                last.insert(0, event(reply.wrap(reply.chunk_kind, []) | {"usage": reply.usage()} | reply.metrics()))
             await stream.send(last)
         except Exception as error:
             if not stream.started or isinstance(error, ClientGone):

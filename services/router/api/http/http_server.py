@@ -161,7 +161,7 @@ async def serve_http(
     try:
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         admission = front.admission
-        admission.drain()
+        admission.draining = True
         if not await admission.wait_idle(drain_timeout_s):
             admission.aborting.set()
             await admission.wait_idle(_LAST_WORDS_S)

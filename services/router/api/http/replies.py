@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise, zip_longest
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from moot.core.types import TokenLogprobs
 from services.router.api.choices import Choice
-from services.router.api.requests import CommonBody
+from services.router.api.requests import Checked
 from services.router.api.tokenization import TokenBytes
 from services.router.generation.request_types import DrafterMetrics, GenerationChunk
 
@@ -63,23 +63,52 @@ PREDICTION = "prediction"
 """The drafter that proposes what a request predicts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """The envelope of one answer. `created` is in Unix seconds. `choices` are numbered prompt-major, `n` of them per
-    prompt."""
+@dataclass(frozen=True)
+class Reply:
+    """The reply to one request, whole or in chunks. `created` is in Unix seconds. `choices` are numbered prompt-major,
+    `n` of them per prompt."""
 
     id: str
     created: int
-    common: CommonBody
+    checked: Checked[Any]
     tokens: TokenBytes
-    choices: Sequence[Choice] = field(default_factory=list)
+    choices: Sequence[Choice]
+
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def prompt(self) -> dict[str, Any]:
+        """The fields beside the choices of an answer, or of a stream's first chunk, about the prompt."""
+        return {}
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """The first item of a streamed choice, before any token; None: there is none."""
+        raise NotImplementedError
+
+    def delta(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any] | None:
+        """The streamed item for a chunk already taken by `choice`; None: nothing to tell yet."""
+        new_ids = ids(choice, chunk.token_ids)
+        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None and not new_ids:
+            return None
+        item = self.piece(choice, chunk)
+        item |= ending(choice) if choice.finish_reason else {"finish_reason": None}
+        item |= new_ids
+        return item
+
+    def piece(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any]:
+        """Index, text and log-probabilities of a chunk."""
+        raise NotImplementedError
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """The item of a finished choice in an answer that is not streamed."""
+        raise NotImplementedError
 
     def wrap(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.common.model, "choices": choices}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.checked.model, "choices": choices}
 
     def usage(self) -> dict[str, Any]:
         """A prompt counts once, however many choices continue it."""
-        firsts = self.choices[:: self.common.n]
+        firsts = self.choices[:: self.checked.body.n]
         prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in firsts)
         completion_tokens = sum(choice.num_tokens for choice in self.choices)
         cached = sum(choice.metrics.num_cached_tokens for choice in firsts if choice.metrics)
@@ -88,7 +117,7 @@ class Envelope:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
-        } | ({} if self.common.prediction is None else {"completion_tokens_details": self._predicted()})
+        } | ({} if self.checked.body.prediction is None else {"completion_tokens_details": self._predicted()})
 
     def _predicted(self) -> dict[str, int]:
         """What the prediction was worth, summed over the choices: tokens of the completion that it had proposed, and
@@ -103,9 +132,11 @@ class Envelope:
         return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
 
     def metrics(self) -> dict[str, Any]:
-        """`speculative_decoding`: first what vLLM reports of a request, then its server-wide counts of the same and,
-        our own, what each drafter did; summed over the choices. A vLLM step is a round: one without a draft accepted
-        nothing. A rate without anything to divide by is null."""
+        """`metrics`, where the request asked for them. `speculative_decoding`: first what vLLM reports of a request,
+        then its server-wide counts of the same and, our own, what each drafter did; summed over the choices. A vLLM
+        step is a round: one without a draft accepted nothing. A rate without anything to divide by is null."""
+        if not self.checked.body.include_metrics:
+            return {}
         known = [choice.metrics for choice in self.choices if choice.metrics]
         num_rounds = sum(item.num_rounds for item in known)
         num_drafted = sum(item.num_draft_tokens for item in known)
@@ -125,7 +156,7 @@ class Envelope:
             "num_accepted_tokens_per_pos": positions,
             "drafters": _by_drafter([item.drafters for item in known]),
         }
-        return {"seed": self.common.seed, "speculative_decoding": speculative}
+        return {"metrics": {"seed": self.checked.seed, "speculative_decoding": speculative}}
 
 
 def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
@@ -140,29 +171,6 @@ def _by_drafter(counts: Sequence[Mapping[str, DrafterMetrics]]) -> dict[str, dic
             for field_name, value in asdict(drafter).items():
                 so_far[field_name] = so_far.get(field_name, 0) + value
     return dict(sorted(sums.items()))
-
-
-class Reply(Protocol):
-    """An API's shapes, for one request."""
-
-    whole_kind: str
-    chunk_kind: str
-
-    def prompt(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The fields beside the choices of an answer, or of a stream's first chunk, about the prompt."""
-        ...
-
-    def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """The first item of a streamed choice, before any token; None: there is none."""
-        ...
-
-    def delta(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any] | None:
-        """The streamed item for a chunk already taken by `choice`; None: nothing to tell yet."""
-        ...
-
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        """The item of a finished choice in an answer that is not streamed."""
-        ...
 
 
 def ids(choice: Choice, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -180,28 +188,22 @@ def ending(choice: Choice) -> dict[str, Any]:
     return {"finish_reason": reason.value if reason else None, "stop_reason": choice.stop_reason}
 
 
-class ChatReply:
+class ChatReply(Reply):
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, tokens: TokenBytes) -> None:
-        self._tokens = tokens
-
-    def prompt(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        return prompt_ids(choices[0])
+    def prompt(self) -> dict[str, Any]:
+        return prompt_ids(self.choices[0])
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         # The choice may have ended with its first chunk: that is told with the text, once.
-        return self._item(choice, {"role": "assistant", "content": ""}, None, {"finish_reason": None})
+        delta = {"role": "assistant", "content": ""}
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any] | None:
-        probs = chat_content(self._tokens, chunk.token_ids, chunk.logprobs) if chunk.logprobs else None
-        new_ids = ids(choice, chunk.token_ids)
-        if not chunk.text and probs is None and chunk.finish_reason is None and not new_ids:
-            return None
+    def piece(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any]:
+        probs = chat_content(self.tokens, chunk.token_ids, chunk.logprobs) if chunk.logprobs else None
         delta = {"content": chunk.text} if chunk.text or probs else {}
-        last = ending(choice) if choice.finish_reason else {"finish_reason": None}
-        return self._item(choice, delta, probs, last) | new_ids
+        return {"index": choice.index, "delta": delta, "logprobs": probs}
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         wanted = choice.request.params.logprobs is not None
@@ -209,29 +211,18 @@ class ChatReply:
             {
                 "index": choice.index,
                 "message": {"role": "assistant", "content": "".join(choice.pieces), "refusal": None},
-                "logprobs": chat_content(self._tokens, choice.token_ids, choice.logprobs) if wanted else None,
+                "logprobs": chat_content(self.tokens, choice.token_ids, choice.logprobs) if wanted else None,
             }
             | ending(choice)
             | ids(choice, choice.token_ids)
         )
 
-    def _item(
-        self, choice: Choice, delta: dict[str, Any], probs: dict[str, Any] | None, last: dict[str, Any]
-    ) -> dict[str, Any]:
-        return {"index": choice.index, "delta": delta, "logprobs": probs} | last
 
-
-class CompletionReply:
-    """With `echo` a choice's text begins with its `prompt_text`."""
+class CompletionReply(Reply):
+    """With `echo` a choice's text begins with its `prompt_text`; each choice has its own prompt."""
 
     whole_kind = "text_completion"
     chunk_kind = "text_completion"
-
-    def __init__(self, tokens: TokenBytes) -> None:
-        self._tokens = tokens
-
-    def prompt(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        return {}  # each choice has its own
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         if not choice.prompt_text:
@@ -239,15 +230,15 @@ class CompletionReply:
         return {"index": choice.index, "text": choice.prompt_text, "logprobs": None, "finish_reason": None}
 
     def delta(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any] | None:
-        new_ids = ids(choice, chunk.token_ids)
-        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None and not new_ids:
-            return None
+        item = super().delta(choice, chunk)
+        if item is not None and choice.num_tokens == len(chunk.token_ids):
+            item |= prompt_ids(choice)
+        return item
+
+    def piece(self, choice: Choice, chunk: GenerationChunk) -> dict[str, Any]:
         begin = choice.num_tokens - len(chunk.token_ids)
         probs = self._logprobs(choice, begin, chunk.token_ids, chunk.logprobs) if chunk.logprobs else None
-        last = ending(choice) if choice.finish_reason else {"finish_reason": None}
-        if begin == 0:
-            new_ids |= prompt_ids(choice)
-        return {"index": choice.index, "text": chunk.text, "logprobs": probs} | last | new_ids
+        return {"index": choice.index, "text": chunk.text, "logprobs": probs}
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         wanted = choice.request.params.logprobs is not None
@@ -261,4 +252,4 @@ class CompletionReply:
     ) -> dict[str, Any]:
         offsets = choice.text.offsets[begin : begin + len(token_ids)]
         num_top = choice.request.params.logprobs or 0
-        return completion(self._tokens, token_ids, logprobs, offsets, num_top)
+        return completion(self.tokens, token_ids, logprobs, offsets, num_top)

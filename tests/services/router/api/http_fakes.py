@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
 import queue
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,17 +17,19 @@ import httpx
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from moot.core.errors import MootError
 from moot.core.types import FinishReason, ModelInfo, TokenLogprobs
 from moot.runtime.metrics import Metrics
 from services.router.api.auth import ApiKeys
 from services.router.api.http.app import create_app
 from services.router.api.http.http_server import serve_http
-from services.router.api.settings import HttpSettings, StaticFrontState
+from services.router.api.settings import HttpSettings
 from services.router.generation.request_types import (
     DrafterMetrics,
     GenerationChunk,
     GenerationMetrics,
     GenerationRequest,
+    Places,
     TextAssembler,
 )
 from tests.waiting import GIVE_UP_S
@@ -43,6 +48,35 @@ CHAT_TEMPLATE = (
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 END = 1
 """The id of <|im_end|> in both tokenizers."""
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@dataclass(slots=True)
+class StaticFrontState:
+    """A FrontState whose values its owner sets."""
+
+    info: ModelInfo | None
+    refused_with: MootError | None = None
+    drafters: frozenset[str] | None = None
+    room: Places | None = None
+
+    def model_info(self) -> ModelInfo | None:
+        return self.info
+
+    def refusal(self) -> MootError | None:
+        return self.refused_with
+
+    def drafter_ids(self) -> frozenset[str] | None:
+        return self.drafters
+
+    def places(self) -> Places | None:
+        return self.room
+
+    def shortage(self) -> MootError | None:
+        return None
 
 
 def byte_level_tokenizer() -> Any:
@@ -83,15 +117,15 @@ Script = Callable[[GenerationRequest], Sequence[int]]
 class ScriptedGenerator:
     """Says what `script` says, `block` ids at a time, through the assembler it is given, by the rules of a generator.
 
-    After `num_free_blocks` blocks it waits for `gate` before each one; `fail_at` raises instead of that block.
+    After `num_free_blocks` blocks it waits for `gate` before each one; `error` is raised instead of block `fail_at`.
     """
 
     script: Script
     block: int = 3
     fail_at: int | None = None
     error: Exception | None = None
-    num_free_blocks: int | None = None
-    gate: asyncio.Semaphore | None = None
+    num_free_blocks: float = math.inf
+    gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     durable: bool = True
     requests: list[GenerationRequest] = field(default_factory=list)
     num_running: int = 0
@@ -112,7 +146,7 @@ class ScriptedGenerator:
             for number, begin in enumerate(range(0, len(ids), self.block)):
                 if self.fail_at == number and self.error is not None:
                     raise self.error
-                if self.gate is not None and (self.num_free_blocks is None or number >= self.num_free_blocks):
+                if number >= self.num_free_blocks:
                     await self.gate.acquire()
                 chunk = self._chunk(request, assembler, ids, begin, finish)
                 if chunk.finish_reason:
@@ -218,16 +252,60 @@ class LiveServer:
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         return self.client.post(self.url + path, json=body, **options)
 
+    def connect(self, path: str, body: Any, num_sent: int | None = None) -> socket.socket:
+        """A request of which so many bytes of the body are sent, and of whose answer nothing is read."""
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(GIVE_UP_S)
+        connection.connect((host, int(port)))
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data[:num_sent])
+        return connection
+
+    def go_on(self) -> None:
+        """The generator waits no more."""
+
+        def release() -> None:
+            for _ in range(1000):
+                self.generator.gate.release()
+
+        self.loop.call_soon_threadsafe(release)
+
     def value(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
         with httpx.stream("POST", self.url + path, json={"stream": True} | body, timeout=GIVE_UP_S) as response:
+            assert response.status_code == 200
             yield response
 
+    def streamed(self, path: str, body: Any) -> list[Any]:
+        with self.stream(path, body) as response:
+            return events(response)
 
-def saying(tokenizer: Any, text: str, end: bool = True) -> Script:
-    """A script: the ids of `text`, then the end token."""
-    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], *([END] if end else [])]
-    return lambda request: ids
+
+def events(response: httpx.Response) -> list[Any]:
+    """The payloads of a stream; "[DONE]" as it is."""
+    lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+def joined(chunks: list[Any], index: int = 0) -> str:
+    """The text of a choice."""
+    mine = [choice for chunk in chunks[:-1] for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in mine)
+
+
+TOKENIZER = byte_level_tokenizer()
+TEXT = "the drafters propose, ha ha, and the target decides: 😀 café"
+IDS = [*TOKENIZER(TEXT, add_special_tokens=False)["input_ids"], END]
+
+
+def live_server(text: str = TEXT, server: dict[str, Any] | None = None, **generator: Any) -> LiveServer:
+    """One that says `text` and ends. `server`, `generator`: further fields of the two."""
+    ids = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], END]
+    return LiveServer(ScriptedGenerator(lambda request: ids, **generator), TOKENIZER, **(server or {}))

@@ -9,17 +9,16 @@ import pytest
 
 from moot.core import errors
 from services.router.api.auth import ApiKeys
-from tests.services.router.api.http_fakes import LiveServer, ScriptedGenerator, byte_level_tokenizer, saying
+from tests.services.router.api.http_fakes import HELLO, TOKENIZER, LiveServer, live_server
 from tests.waiting import GIVE_UP_S
 
-TOKENIZER = byte_level_tokenizer()
 TEXT = "the target decides: 😀"
 KEY = "a-key"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with LiveServer(ScriptedGenerator(saying(TOKENIZER, TEXT)), TOKENIZER, keys=ApiKeys.from_keys([KEY])) as live:
+    with live_server(TEXT, {"keys": ApiKeys.from_keys([KEY])}) as live:
         yield live
 
 
@@ -35,32 +34,21 @@ def client(server: LiveServer) -> Iterator[openai.OpenAI]:
 
 def test_chat(client: openai.OpenAI) -> None:
     """Two choices with logprobs."""
-    answer = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "hi"}], n=2, logprobs=True, top_logprobs=2, seed=1
-    )
+    asked = {"n": 2, "logprobs": True, "top_logprobs": 2, "seed": 1}
+    answer = client.chat.completions.create(model="tiny", messages=HELLO, **asked)
     assert [choice.message.content for choice in answer.choices] == [TEXT, TEXT]
     assert {choice.finish_reason for choice in answer.choices} == {"stop"}
     content = answer.choices[1].logprobs.content
     assert bytes(byte for entry in content[:-1] for byte in entry.bytes).decode() == TEXT
     assert answer.usage.completion_tokens == 2 * len(content)
-    again = [
-        {"role": "user", "content": "hi"},
-        answer.choices[0].message.model_dump(),
-        {"role": "user", "content": "b"},
-    ]
+    again = [*HELLO, answer.choices[0].message.model_dump(), *HELLO]
     assert client.chat.completions.create(model="tiny", messages=again).choices[0].message.content == TEXT
 
 
 def test_chat_stream(client: openai.OpenAI) -> None:
     """Role first, then text; usage last and with no choices."""
-    chunks = list(
-        client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "hi"}],
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    asked = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(model="tiny", messages=HELLO, **asked))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == TEXT
     assert chunks[-2].choices[0].finish_reason == "stop"
@@ -105,6 +93,6 @@ def test_errors_become_the_clients_exceptions(server: LiveServer, client: openai
 def test_errors_of_the_generation(error: Exception, kind: type[Exception]) -> None:
     """Before the first token as a status, after it as an event that the client raises."""
     for fail_at, expected in ((0, kind), (1, openai.APIError)):
-        generator = ScriptedGenerator(saying(TOKENIZER, TEXT), fail_at=fail_at, error=error)
-        with LiveServer(generator, TOKENIZER) as live, client_of(live) as client, pytest.raises(expected):
+        live = live_server(fail_at=fail_at, error=error)
+        with live, client_of(live) as client, pytest.raises(expected):
             list(client.completions.create(model="tiny", prompt="hi", stream=True))

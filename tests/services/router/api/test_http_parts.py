@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,10 +23,12 @@ from moot.core.errors import (
 from moot.runtime.metrics import Metrics
 from services.router.api.admission import Admission
 from services.router.api.auth import ApiKeys, key_hash
+from services.router.api.error_responses import ClientGone
+from services.router.api.http.endpoint import EventStream
 from services.router.api.http.http_server import serve_http
 from services.router.api.settings import HttpSettings
 from services.router.api.tokenization import PromptTokenizer
-from tests.services.router.api.http_fakes import LiveServer, ScriptedGenerator, byte_level_tokenizer, saying
+from tests.services.router.api.http_fakes import COMPLETIONS, TOKENIZER, byte_level_tokenizer, live_server
 from tests.waiting import GIVE_UP_S
 
 
@@ -53,85 +55,75 @@ def test_a_file_without_hashes_is_an_error(tmp_path: Path, text: str) -> None:
         ApiKeys.from_file(tmp_path / "missing")
 
 
-def test_admission_counts_and_gives_back() -> None:
+async def test_admission_counts_and_gives_back() -> None:
     """Refusals take nothing; every place comes back when the ticket closes, also after an error."""
-
-    async def scenario() -> None:
-        settings = HttpSettings(served_model_names=("tiny",), max_choices_in_flight=4, max_choices_per_key=3)
-        admission = Admission(settings, Metrics())
-        with admission.enter("a") as first:
-            first.grow(3)
-            with pytest.raises(RateLimited):
-                admission.enter("a")
-            with admission.enter("b") as second:
-                with pytest.raises(NoCapacity):
-                    second.grow(2)
-                assert admission.num_in_flight == 4
-            assert not await admission.wait_idle(0.01)
-        with pytest.raises(KeyError), admission.enter("a"):
-            raise KeyError
-        assert admission.num_in_flight == 0
-        assert await admission.wait_idle(0.01)
-        admission.drain()
-        with pytest.raises(Draining):
-            admission.enter("c")
-
-    asyncio.run(scenario())
+    settings = HttpSettings(served_model_names=("tiny",), max_choices_in_flight=4, max_choices_per_key=3)
+    admission = Admission(settings, Metrics())
+    with admission.enter("a") as first:
+        first.grow(3)
+        with pytest.raises(RateLimited):
+            admission.enter("a")
+        with admission.enter("b") as second:
+            with pytest.raises(NoCapacity):
+                second.grow(2)
+            assert admission.num_in_flight == 4
+        assert not await admission.wait_idle(0.01)
+    with pytest.raises(KeyError), admission.enter("a"):
+        raise KeyError
+    assert admission.num_in_flight == 0
+    assert await admission.wait_idle(0.01)
+    admission.draining = True
+    with pytest.raises(Draining):
+        admission.enter("c")
 
 
-def test_tokenizing_has_a_deadline_and_a_bound() -> None:
+async def test_tokenizing_has_a_deadline_and_a_bound() -> None:
     """C22: past the deadline the request fails; a text that cannot fit is not even tokenized."""
-    tokenizer = byte_level_tokenizer()
-
-    async def scenario() -> None:
-        prompts = PromptTokenizer(tokenizer, timeout_s=0, num_threads=1, max_prompt_bytes=1000)
-        with pytest.raises(DeadlineExceeded):
-            await prompts.encode(["hello"], add_special_tokens=True, context_limit=100, param="prompt")
-        longest = prompts.tokens.longest_token_bytes
-        for size, limit in ((10 * longest + 1, 10), (1001, 10**6)):
-            with pytest.raises(ContextLengthExceeded, match=f"{size} bytes"):
-                await prompts.encode(["a" * size], add_special_tokens=True, context_limit=limit, param="prompt")
-        prompts.close()
-
-    asyncio.run(scenario())
+    prompts = PromptTokenizer(TOKENIZER, HttpSettings(tokenize_timeout_s=0, tokenize_threads=1, max_prompt_bytes=1000))
+    with pytest.raises(DeadlineExceeded):
+        await prompts.encode(["hello"], add_special_tokens=True, context_limit=100, param="prompt")
+    longest = prompts.tokens.longest_token_bytes
+    for size, limit in ((10 * longest + 1, 10), (1001, 10**6)):
+        with pytest.raises(ContextLengthExceeded, match=f"{size} bytes"):
+            await prompts.encode(["a" * size], add_special_tokens=True, context_limit=limit, param="prompt")
+    prompts.close()
 
 
-def test_a_tokenizer_without_chat_template() -> None:
+async def test_a_tokenizer_without_chat_template() -> None:
     """The chat endpoint says what to use instead."""
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = None
-
-    async def scenario() -> None:
-        prompts = PromptTokenizer(tokenizer, timeout_s=GIVE_UP_S, num_threads=1, max_prompt_bytes=1000)
-        with pytest.raises(InvalidRequest, match="/v1/completions"):
-            await prompts.encode_chat(
-                [{"role": "user", "content": "a"}],
-                add_generation_prompt=True,
-                continue_final_message=False,
-                context_limit=100,
-                param="messages",
-            )
-        prompts.close()
-
-    asyncio.run(scenario())
+    prompts = PromptTokenizer(tokenizer, HttpSettings(tokenize_timeout_s=GIVE_UP_S, max_prompt_bytes=1000))
+    turn = {"add_generation_prompt": True, "continue_final_message": False}
+    with pytest.raises(InvalidRequest, match="/v1/completions"):
+        await prompts.encode_chat([{"role": "user", "content": "a"}], **turn, context_limit=100, param="messages")
+    prompts.close()
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     """The body has a deadline, after which the place is free again."""
-    tokenizer = byte_level_tokenizer()
     settings = HttpSettings(served_model_names=("tiny",), body_timeout_s=0.1)
-    with LiveServer(ScriptedGenerator(saying(tokenizer, "a")), tokenizer, settings) as live:
-        host, _, port = live.url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=GIVE_UP_S) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    with live_server(server={"settings": settings}) as live:
+        with live.connect(COMPLETIONS, {"prompt": "a"}, num_sent=1) as connection:
             assert connection.recv(100).startswith(b"HTTP/1.1 504")
         assert live.app.state.front.admission.num_in_flight == 0
 
 
+async def test_a_stream_gives_up_a_reader_that_takes_nothing() -> None:
+    """By its own clock, whatever the server beneath it does about the connection."""
+
+    async def send(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    stream = EventStream(send, 0.01)
+    with pytest.raises(ClientGone):
+        await stream.close()
+    stream.release()
+
+
 def test_a_taken_port_is_a_sentence() -> None:
     """Not a traceback, and not an exit from inside the server."""
-    tokenizer = byte_level_tokenizer()
-    with LiveServer(ScriptedGenerator(saying(tokenizer, "a")), tokenizer) as live:
+    with live_server() as live:
         port = int(live.url.rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             asyncio.run(serve_http(live.app, "127.0.0.1", port, stop=asyncio.Event(), drain_timeout_s=1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from collections.abc import Iterator
@@ -23,14 +22,12 @@ from services.router.api.bodies import Body, ChatCompletionRequest, CompletionRe
 from services.router.api.http.docs_page import page
 from services.router.api.http.openapi import document
 from services.router.api.settings import HttpSettings
-from tests.services.router.api.http_fakes import LiveServer, ScriptedGenerator, byte_level_tokenizer, saying
+from tests.services.router.api.http_fakes import CHAT, COMPLETIONS, HELLO, LiveServer, live_server
 from tests.waiting import GIVE_UP_S
 
 DOCUMENT = document(guarded=True)
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 KINDS = (ChatCompletionRequest, CompletionRequest)
-TOKENIZER = byte_level_tokenizer()
-HELLO = [{"role": "user", "content": "hello"}]
 LEAST: dict[type[Body], dict[str, Any]] = {
     ChatCompletionRequest: {"messages": HELLO},
     CompletionRequest: {"prompt": "a"},
@@ -119,13 +116,15 @@ def _drawn_object(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     return st.fixed_dictionaries(required, optional=others)
 
 
+FIELDS = {kind: {name: drawn(field) for name, field in SCHEMAS[kind.__name__]["properties"].items()} for kind in KINDS}
+
+
 @st.composite
 def some_fields(draw: st.DrawFn, kind: type[Body]) -> dict[str, Any]:
     """A body of the schema with its required fields and a few others."""
-    properties = SCHEMAS[kind.__name__]["properties"]
-    names = draw(st.lists(st.sampled_from(sorted(properties)), max_size=6, unique=True))
+    names = draw(st.lists(st.sampled_from(sorted(FIELDS[kind])), max_size=6, unique=True))
     required = SCHEMAS[kind.__name__]["required"]
-    return {name: draw(drawn(properties[name])) for name in dict.fromkeys([*required, *names])}
+    return {name: draw(FIELDS[kind][name]) for name in dict.fromkeys([*required, *names])}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,6 +151,9 @@ ANY = st.recursive(
 )
 
 
+VALIDATORS = {kind: validator(kind.__name__) for kind in KINDS}
+
+
 def refusal_of(kind: type[Body], body: dict[str, Any]) -> InvalidRequest | None:
     try:
         read(kind, body, {})
@@ -169,7 +171,7 @@ def test_schema_and_struct_agree_on_any_body(kind: type[Body], data: st.DataObje
     names = st.sampled_from([*SCHEMAS[kind.__name__]["properties"], "some_new_field"])
     body |= data.draw(st.dictionaries(names, ANY, max_size=2))
     error = refusal_of(kind, body)
-    assert (error is None) == validator(kind.__name__).is_valid(body)
+    assert (error is None) == VALIDATORS[kind].is_valid(body)
     if error is not None:
         assert error.param is not None
         assert re.split(r"[.\[]", error.param)[0] in {*body, *SCHEMAS[kind.__name__]["required"]}
@@ -275,10 +277,9 @@ def answers_of(live: LiveServer, path: str, body: dict[str, Any]) -> Iterator[tu
     assert response.status_code == 200
     yield kind, response.json()
     for options in ({}, {"stream_options": {"include_usage": True}}):
-        with live.stream(path, body | options) as stream:
-            lines = [line[6:] for line in stream.iter_lines() if line]
-        assert lines.pop() == "[DONE]"
-        yield from ((f"{kind}Chunk", json.loads(line)) for line in lines)
+        chunks = live.streamed(path, body | options)
+        assert chunks.pop() == "[DONE]"
+        yield from ((f"{kind}Chunk", chunk) for chunk in chunks)
 
 
 @pytest.mark.parametrize(
@@ -293,26 +294,23 @@ def answers_of(live: LiveServer, path: str, body: dict[str, Any]) -> Iterator[tu
 @pytest.mark.parametrize("with_logprobs", [False, True])
 def test_answers_are_as_described(options: dict[str, Any], with_logprobs: bool) -> None:
     """Whole and streamed, of both endpoints: every field that is sent is told, and none that must come is missing."""
-    generator = ScriptedGenerator(saying(TOKENIZER, "the drafters propose, and the target decides"))
-    with LiveServer(generator, TOKENIZER) as live:
+    with live_server() as live:
         chat = {"messages": HELLO} | ({"logprobs": True, "top_logprobs": 2} if with_logprobs else {})
         text = {"prompt": "hello"} | ({"logprobs": 2} if with_logprobs else {"echo": True})
-        for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text)):
+        for path, body in ((CHAT, chat), (COMPLETIONS, text)):
             for kind, answer in answers_of(live, path, body | options):
                 validator(kind, closed(SCHEMAS)).validate(answer)
 
 
 def test_lists_and_errors_are_as_described() -> None:
     """Models, a refusal, an error in the middle of a stream."""
-    generator = ScriptedGenerator(saying(TOKENIZER, "a long answer" * 9), fail_at=2, error=RuntimeError("x"))
-    with LiveServer(generator, TOKENIZER) as live:
+    with live_server(fail_at=2, error=RuntimeError("x")) as live:
         models = httpx.get(live.url + "/v1/models").json()
         validator("ModelList", closed(SCHEMAS)).validate(models)
         validator("ModelCard", closed(SCHEMAS)).validate(models["data"][0])
-        validator("ErrorAnswer", closed(SCHEMAS)).validate(live.post("/v1/completions", {}).json())
-        with live.stream("/v1/completions", {"prompt": "a", "max_tokens": 50}) as stream:
-            last = [line for line in stream.iter_lines() if line][-1]
-        validator("ErrorAnswer", closed(SCHEMAS)).validate(json.loads(last.removeprefix("data: ")))
+        validator("ErrorAnswer", closed(SCHEMAS)).validate(live.post(COMPLETIONS, {}).json())
+        last = live.streamed(COMPLETIONS, {"prompt": "a", "max_tokens": 50})[-1]
+        validator("ErrorAnswer", closed(SCHEMAS)).validate(last)
 
 
 class Page(HTMLParser):
@@ -338,8 +336,8 @@ class Page(HTMLParser):
 @pytest.mark.parametrize("keys", [[], ["one"]])
 def test_both_are_served_to_everybody_and_need_nobody_else(keys: list[str]) -> None:
     """Without a key and before a model is known: all routes are told, the page loads nothing and links to itself."""
-    settings = HttpSettings(served_model_names=(CANARY,))
-    with LiveServer(ScriptedGenerator(lambda _: []), TOKENIZER, settings, ApiKeys.from_keys(keys)) as live:
+    options = {"settings": HttpSettings(served_model_names=(CANARY,)), "keys": ApiKeys.from_keys(keys)}
+    with live_server(server=options) as live:
         live.state.info = None
         told = httpx.get(live.url + "/openapi.json", timeout=GIVE_UP_S)
         docs = httpx.get(live.url + "/docs", timeout=GIVE_UP_S)

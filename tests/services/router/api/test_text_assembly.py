@@ -16,15 +16,17 @@ from transformers import PreTrainedTokenizerFast
 from moot.core.errors import ConfigError
 from services.router.api.text import IncrementalText, StopStrings
 from services.router.api.tokenization import TokenBytes
-from tests.services.router.api.http_fakes import END, byte_fallback_tokenizer, byte_level_tokenizer
+from tests.services.router.api.http_fakes import END, TOKENIZER, byte_fallback_tokenizer
 
-KINDS = {"byte_level": byte_level_tokenizer, "byte_fallback": byte_fallback_tokenizer}
+KINDS = {"byte_level": TOKENIZER, "byte_fallback": byte_fallback_tokenizer()}
 
 
 @functools.cache
 def load(kind: str) -> tuple[Any, TokenBytes]:
-    tokenizer = KINDS[kind]()
-    return tokenizer, TokenBytes(tokenizer)
+    return KINDS[kind], TokenBytes(KINDS[kind])
+
+
+TOKENS = load("byte_level")[1]
 
 
 def split(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
@@ -92,10 +94,15 @@ def test_the_text_of_encoded_text_is_the_tokenizers_own(kind: str, skip: bool, t
     assert run(IncrementalText(tokens, skip_special_tokens=skip), split(ids, cuts))[0] == whole
 
 
-def spell(tokens: TokenBytes, text: str) -> list[int]:
+@functools.cache
+def single(tokens: TokenBytes) -> dict[bytes, int]:
+    return {tokens.of(index): index for index in reversed(range(tokens.size))}
+
+
+def spell(tokens: TokenBytes, text: str | bytes) -> list[int]:
     """One id per byte."""
-    single = {tokens.of(index): index for index in reversed(range(tokens.size))}
-    return [single[bytes([byte])] for byte in text.encode()]
+    data = text.encode() if isinstance(text, str) else text
+    return [single(tokens)[bytes([byte])] for byte in data]
 
 
 @settings(max_examples=300)
@@ -111,8 +118,7 @@ def test_stop_strings_against_brute_force(
 ) -> None:
     """The stop completed by the earliest character counts, the longest of those; nothing of it leaks; what cannot
     become one any more is shown; the first min_tokens tokens complete none."""
-    _, tokens = load("byte_level")
-    ids = spell(tokens, text)
+    ids = spell(TOKENS, text)
     expected: tuple[str, int, str | None] = (text, len(ids), None)
     for end in range(1, len(text) + 1):
         num_tokens = len(text[:end].encode())
@@ -122,7 +128,7 @@ def test_stop_strings_against_brute_force(
             expected = (text[: end if include else end - len(stop)], num_tokens, stop)
             break
     automaton = StopStrings(stops)
-    assembler = IncrementalText(tokens, stops=automaton, min_tokens=min_tokens, include_stop_str_in_output=include)
+    assembler = IncrementalText(TOKENS, stops=automaton, min_tokens=min_tokens, include_stop_str_in_output=include)
     assert run(assembler, split(ids, cuts)) == expected
 
 
@@ -130,9 +136,8 @@ def test_stop_strings_against_brute_force(
 @given(text=st.text(alphabet="ab", max_size=24), stop=st.text(alphabet="ab", min_size=1, max_size=4))
 def test_no_more_is_held_back_than_could_become_a_stop(text: str, stop: str) -> None:
     """After each token, exactly the longest end that begins the stop string is held back."""
-    _, tokens = load("byte_level")
-    assembler, shown = IncrementalText(tokens, stops=StopStrings([stop])), ""
-    for count, token_id in enumerate(spell(tokens, text), start=1):
+    assembler, shown = IncrementalText(TOKENS, stops=StopStrings([stop])), ""
+    for count, token_id in enumerate(spell(TOKENS, text), start=1):
         delta = assembler.push([token_id])
         shown += delta.text
         if delta.stopped:
@@ -143,78 +148,69 @@ def test_no_more_is_held_back_than_could_become_a_stop(text: str, stop: str) -> 
 
 def test_stop_inside_a_block_ends_text_and_ids_at_the_same_token() -> None:
     """C09: "ha ha ha ha", stop " ha ha ha", a block of many: the ids end with the token that completes the stop."""
-    tokenizer, tokens = load("byte_level")
-    ids = tokenizer("ha ha ha ha ha ha ha", add_special_tokens=False)["input_ids"]
-    delta = IncrementalText(tokens, stops=StopStrings([" ha ha ha"])).push(ids)
+    ids = TOKENIZER("ha ha ha ha ha ha ha", add_special_tokens=False)["input_ids"]
+    delta = IncrementalText(TOKENS, stops=StopStrings([" ha ha ha"])).push(ids)
     assert (delta.text, delta.stop_reason) == ("ha", " ha ha ha")
-    assert tokens.text(ids[: delta.num_tokens_kept], True) == "ha ha ha ha"
+    assert TOKENS.text(ids[: delta.num_tokens_kept], True) == "ha ha ha ha"
 
 
 def test_stop_as_first_token_of_a_block_of_nine() -> None:
     """C09: a stop completed by the first token leaves one token and no text."""
-    _, tokens = load("byte_level")
-    delta = IncrementalText(tokens, stops=StopStrings(["a"])).push(spell(tokens, "abbbbbbbb"))
+    delta = IncrementalText(TOKENS, stops=StopStrings(["a"])).push(spell(TOKENS, "abbbbbbbb"))
     assert (delta.text, delta.num_tokens_kept, delta.stopped) == ("", 1, True)
 
 
 def test_a_character_over_two_rounds_is_never_broken() -> None:
     """C14: an emoji whose bytes span pushes comes whole; cut by max_tokens it does not come at all."""
-    _, tokens = load("byte_level")
-    ids = spell(tokens, "x😀é")
-    text = IncrementalText(tokens)
+    ids = spell(TOKENS, "x😀é")
+    text = IncrementalText(TOKENS)
     assert [text.push([index]).text for index in ids] == ["x", "", "", "", "😀", "", "é"]
-    cut = IncrementalText(tokens)
+    cut = IncrementalText(TOKENS)
     assert cut.push(ids[:4]).text + cut.flush() == "x"
 
 
 def test_bytes_that_are_no_character_show_at_once() -> None:
     """U+FFFD stands for bytes that can never become a character, not for the text after them."""
-    _, tokens = load("byte_fallback")
-    single = {tokens.of(index): index for index in reversed(range(tokens.size))}
+    tokens = load("byte_fallback")[1]
     text = IncrementalText(tokens)
-    assert [text.push([single[bytes([byte])]]).text for byte in b"\xe6\x9dA\xff"] == ["", "", "�A", "�"]
+    assert [text.push([index]).text for index in spell(tokens, b"\xe6\x9dA\xff")] == ["", "", "�A", "�"]
 
 
 def test_end_and_stop_tokens_have_no_text_unless_asked_for() -> None:
     """The token that ends the request is not part of the text, unless include_stop_str_in_output."""
-    _, tokens = load("byte_level")
-    ids = spell(tokens, "ab.")
+    ids = spell(TOKENS, "ab.")
     ending = frozenset({ids[-1], END})
-    assert IncrementalText(tokens, ending_token_ids=ending).push(ids).text == "ab"
-    assert IncrementalText(tokens, ending_token_ids=ending, include_stop_str_in_output=True).push(ids).text == "ab."
-    assert IncrementalText(tokens, ending_token_ids=ending, skip_special_tokens=False).push([END]).text == ""
+    assert IncrementalText(TOKENS, ending_token_ids=ending).push(ids).text == "ab"
+    assert IncrementalText(TOKENS, ending_token_ids=ending, include_stop_str_in_output=True).push(ids).text == "ab."
+    assert IncrementalText(TOKENS, ending_token_ids=ending, skip_special_tokens=False).push([END]).text == ""
 
 
 def test_offsets_are_where_tokens_begin() -> None:
     """offsets[i] is a character index; bytes inside a character share the character's."""
-    _, tokens = load("byte_level")
-    text = IncrementalText(tokens)
-    text.push(spell(tokens, "aé"))
-    text.push(spell(tokens, "😀b"))
+    text = IncrementalText(TOKENS)
+    text.push(spell(TOKENS, "aé"))
+    text.push(spell(TOKENS, "😀b"))
     assert text.offsets == [0, 1, 1, 2, 2, 2, 2, 3]
 
 
 def test_nothing_may_follow_a_stop() -> None:
     """Pushing after a stop string was completed is a mistake of the caller, not silently dropped text."""
-    _, tokens = load("byte_level")
-    text = IncrementalText(tokens, stops=StopStrings(["a"]))
-    text.push(spell(tokens, "a"))
+    text = IncrementalText(TOKENS, stops=StopStrings(["a"]))
+    text.push(spell(TOKENS, "a"))
     with pytest.raises(ValueError, match="ended"):
-        text.push(spell(tokens, "b"))
+        text.push(spell(TOKENS, "b"))
 
 
 def test_an_added_token_that_is_not_special_is_text() -> None:
     """Only special tokens are hidden by skip_special_tokens."""
-    tokenizer, tokens = load("byte_level")
-    index = tokenizer.convert_tokens_to_ids("<my tool>")
-    assert IncrementalText(tokens).push([index, END]).text == "<my tool>"
-    assert IncrementalText(tokens, skip_special_tokens=False).push([index, END]).text == "<my tool><|im_end|>"
+    index = TOKENIZER.convert_tokens_to_ids("<my tool>")
+    assert IncrementalText(TOKENS).push([index, END]).text == "<my tool>"
+    assert IncrementalText(TOKENS, skip_special_tokens=False).push([index, END]).text == "<my tool><|im_end|>"
 
 
 def test_ids_past_the_tokenizer_have_no_text() -> None:
     """A padded vocabulary's ids never break the text."""
-    _, tokens = load("byte_level")
-    assert IncrementalText(tokens).push([tokens.size, tokens.size + 5, *spell(tokens, "a")]).text == "a"
+    assert IncrementalText(TOKENS).push([TOKENS.size, TOKENS.size + 5, *spell(TOKENS, "a")]).text == "a"
 
 
 def plain(vocabulary: Sequence[str], decoder: Any) -> Any:

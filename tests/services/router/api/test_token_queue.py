@@ -9,7 +9,7 @@ import pytest
 from moot.core.errors import NoCapacity, RateLimited
 from moot.core.types import TokenLogprobs
 from moot.runtime.metrics import Metrics
-from services.router.api.admission import MOST_RETRY_S, Admission, QueueLimits, ServiceRate, TokenQueue
+from services.router.api.admission import MOST_RETRY_S, Admission, CallerLoad, TokenQueue
 from services.router.api.choices import ChunkQueue, size_of
 from services.router.api.settings import HttpSettings
 from services.router.generation.request_types import GenerationChunk, Places
@@ -24,10 +24,13 @@ class Clock:
 
 
 def make(clock: Clock, *, max_tokens_per_caller: int = 400, shed_share: float = 0.5) -> TokenQueue:
-    limits = QueueLimits(
-        max_tokens=1000, max_tokens_per_caller=max_tokens_per_caller, shed_share=shed_share, retry_after_s=2
+    settings = HttpSettings(
+        max_queued_tokens=1000,
+        max_queued_tokens_per_key=max_tokens_per_caller,
+        shed_share=shed_share,
+        retry_after_s=2,
     )
-    return TokenQueue(limits, clock=clock)
+    return TokenQueue(settings, clock=clock)
 
 
 def test_bounds_over_all_and_per_caller() -> None:
@@ -116,77 +119,80 @@ def test_drafting_stops_at_the_share_and_goes_on_at_half_of_it() -> None:
 
 
 def test_a_rate_without_service_has_no_estimate() -> None:
-    rate = ServiceRate()
-    rate.wait(3.0)
-    assert rate.seconds_for(1) is None
-    rate.serve(30)
-    assert rate.seconds_for(10) == pytest.approx(1.0)
+    """What is told then is what the settings say, within bounds; time without any load counts for nothing."""
+    clock = Clock()
+    load = CallerLoad(clock)
+    load.add("a", 90)
+    clock.now += 3.0
+    assert (load.retry_after_s(1, 7.0), load.retry_after_s(1, 0.1), load.retry_after_s(1, 1e9)) == (
+        7.0,
+        1.0,
+        MOST_RETRY_S,
+    )
+    load.serve("a", 30)
+    assert load.retry_after_s(20, 7.0) == pytest.approx(2.0)
+    assert load.retry_after_s(None, 7.0) == 7.0
+    load.serve("a", 60)
+    clock.now += 500.0
+    assert (load.retry_after_s(90, 7.0), load.total, dict(load.of_callers)) == (pytest.approx(3.0), 0, {})
 
 
-def test_places_of_verifiers_bound_what_is_in_flight() -> None:
+async def test_places_of_verifiers_bound_what_is_in_flight() -> None:
     """One more than they hold is refused, unless it is a request that is alone; more than the share of their waiting
     places stops drafting; a verifier that is gone takes its places with it."""
     room = [Places(4, 8)]
     clock = Clock()
-
-    async def main() -> None:
-        settings = HttpSettings(served_model_names=("m",))
-        metrics = Metrics()
-        admission = Admission(settings, metrics, lambda: room[0], clock)
-        tickets = []
-        shedding = []
-        for _ in range(12):
-            tickets.append(admission.enter("a"))
-            shedding.append(admission.is_shedding)
-        assert shedding == [False] * 8 + [True] * 4
-        assert metrics.degraded.labels("no_speculation")._value.get() == 1  # type: ignore[no-untyped-call]
-        with pytest.raises(NoCapacity) as caught:
-            admission.enter("b")
-        assert caught.value.shortage == "places"
-        room[0] = Places(2, 4)
-        for ticket in tickets[:5]:
-            clock.now += 0.5
-            ticket.__exit__(None, None, None)
-        with pytest.raises(NoCapacity) as caught:
-            admission.enter("b")
-        assert caught.value.retry_after_s == pytest.approx(1.0), "two have to end, of two a second"
-        for ticket in tickets[5:]:
-            ticket.__exit__(None, None, None)
-        assert not admission.is_shedding
-        with admission.enter("b") as ticket:
-            ticket.grow(20)
-            with pytest.raises(NoCapacity):
-                admission.enter("c")
-        assert admission.num_in_flight == 0
-
-    asyncio.run(main())
+    settings = HttpSettings(served_model_names=("m",))
+    metrics = Metrics()
+    admission = Admission(settings, metrics, lambda: room[0], clock)
+    tickets = []
+    shedding = []
+    for _ in range(12):
+        tickets.append(admission.enter("a"))
+        shedding.append(admission.is_shedding)
+    assert shedding == [False] * 8 + [True] * 4
+    assert metrics.degraded.labels("no_speculation")._value.get() == 1  # type: ignore[no-untyped-call]
+    with pytest.raises(NoCapacity) as caught:
+        admission.enter("b")
+    assert caught.value.shortage == "places"
+    room[0] = Places(2, 4)
+    for ticket in tickets[:5]:
+        clock.now += 0.5
+        ticket.__exit__(None, None, None)
+    with pytest.raises(NoCapacity) as caught:
+        admission.enter("b")
+    assert caught.value.retry_after_s == pytest.approx(1.0), "two have to end, of two a second"
+    for ticket in tickets[5:]:
+        ticket.__exit__(None, None, None)
+    assert not admission.is_shedding
+    with admission.enter("b") as ticket:
+        ticket.grow(20)
+        with pytest.raises(NoCapacity):
+            admission.enter("c")
+    assert admission.num_in_flight == 0
 
 
-def test_an_answer_s_buffer_is_bounded_in_bytes() -> None:
+async def test_an_answer_s_buffer_is_bounded_in_bytes() -> None:
     """Writers wait while it is full, in turns, and nothing is lost or out of order; what has many log-probabilities
     counts for more."""
     top = tuple((number, -1.0) for number in range(20))
     small = GenerationChunk("a", (1,))
     large = GenerationChunk("a", (1,), (TokenLogprobs(-1.0, 1, top),))
     assert size_of(large) > 4 * size_of(small)
+    queue: ChunkQueue[tuple[int, int]] = ChunkQueue(1000)
+    written = 0
 
-    async def main() -> None:
-        queue: ChunkQueue[tuple[int, int]] = ChunkQueue(1000)
-        written = 0
+    async def write(writer: int) -> None:
+        nonlocal written
+        for number in range(50):
+            await queue.put((writer, number), 300)
+            written += 1
 
-        async def write(writer: int) -> None:
-            nonlocal written
-            for number in range(50):
-                await queue.put((writer, number), 300)
-                written += 1
-
-        tasks = [asyncio.create_task(write(writer)) for writer in range(3)]
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert written == 4, "the fourth went over the bound"
-        got = [await queue.get() for _ in range(150)]
-        await asyncio.gather(*tasks)
-        assert [number for writer, number in got if writer == 1] == list(range(50))
-        assert sorted(got) == [(writer, number) for writer in range(3) for number in range(50)]
-
-    asyncio.run(main())
+    tasks = [asyncio.create_task(write(writer)) for writer in range(3)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert written == 4, "the fourth went over the bound"
+    got = [await queue.get() for _ in range(150)]
+    await asyncio.gather(*tasks)
+    assert [number for writer, number in got if writer == 1] == list(range(50))
+    assert sorted(got) == [(writer, number) for writer in range(3) for number in range(50)]

@@ -13,21 +13,27 @@ from moot.core.errors import BodyTooLarge, ContextLengthExceeded, InvalidRequest
 from moot.core.noise import choice_seed
 from moot.core.types import ModelInfo
 from services.router.api.bodies import parse_json_object
-from services.router.api.requests import parse_chat, parse_completion, plan_requests
+from services.router.api.requests import BodyReader, plan_requests
 from services.router.api.settings import HttpSettings
 
 SETTINGS = HttpSettings(served_model_names=("tiny", "org/tiny"), max_choices=16)
 INFO = ModelInfo("tiny", "main", "", vocab_size=300, context_limit=100)
-DRAFTERS = frozenset({"suffix", "ngram"})
+READER = BodyReader(SETTINGS, INFO, frozenset({"suffix", "ngram"}))
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def completion(**body: Any) -> Any:
-    return parse_completion({"prompt": "hello"} | body, SETTINGS, INFO, DRAFTERS)
+    return READER.completion({"prompt": "hello"} | body)
 
 
 def chat(**body: Any) -> Any:
-    return parse_chat({"messages": HELLO} | body, SETTINGS, INFO, DRAFTERS)
+    return READER.chat({"messages": HELLO} | body)
+
+
+def refused(call: Any, **body: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        call(**body)
+    return caught.value
 
 
 HUGE = 10**400
@@ -78,19 +84,16 @@ UNSUPPORTED = {
 )
 def test_a_bad_value_is_refused_by_name(call: Any, field: str, value: Any) -> None:
     """C18, C19: a value out of range or of another type is 400 with `param`, and is not quoted."""
-    with pytest.raises(InvalidRequest) as caught:
-        call(**{field: value})
-    assert caught.value.param == field
-    assert "y" * 50 not in str(caught.value)
+    error = refused(call, **{field: value})
+    assert error.param == field
+    assert "y" * 50 not in str(error)
 
 
 @pytest.mark.parametrize("call", [completion, chat])
 @pytest.mark.parametrize("field", UNSUPPORTED)
 def test_an_unsupported_or_unknown_field_is_refused_by_name(call: Any, field: str) -> None:
     """No field is ever ignored: known to others, or to nobody."""
-    with pytest.raises(InvalidRequest) as caught:
-        call(**{field: UNSUPPORTED[field]})
-    assert caught.value.param == field
+    assert refused(call, **{field: UNSUPPORTED[field]}).param == field
 
 
 @pytest.mark.parametrize(
@@ -106,29 +109,25 @@ def test_an_unsupported_or_unknown_field_is_refused_by_name(call: Any, field: st
 )
 def test_an_unknown_name_is_shown_in_ascii_and_cut(name: str, shown: str) -> None:
     """Whatever a caller calls a field, at the top and inside: an error of his, not of ours."""
-    with pytest.raises(InvalidRequest) as caught:
-        completion(**{name: 1})
-    assert caught.value.param == shown
-    with pytest.raises(InvalidRequest) as caught:
-        chat(messages=[{"role": "user", "content": "a", name: 1}])
-    assert caught.value.param == f"messages[0].{shown}"
+    assert refused(completion, **{name: 1}).param == shown
+    message = {"role": "user", "content": "a", name: 1}
+    assert refused(chat, messages=[message]).param == f"messages[0].{shown}"
 
 
 @pytest.mark.parametrize("call", [completion, chat])
 def test_null_is_absent_for_every_known_field(call: Any) -> None:
     """Clients send null for what they leave out; a name nobody knows is refused even then."""
     fields = [field for field, _ in REFUSED_ON_BOTH]
-    assert call(**dict.fromkeys([*fields, "tools", "store", "suffix"])).common.n == 1
-    with pytest.raises(InvalidRequest):
-        call(some_new_field=None)
+    assert call(**dict.fromkeys([*fields, "tools", "store", "suffix"])).body.n == 1
+    assert refused(call, some_new_field=None)
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
     """best_of 1, response_format text, store false, include_obfuscation false change nothing and are true."""
     body = completion(best_of=1, response_format={"type": "text"}, store=False)
-    assert body.common.n == 1
-    assert chat(stream=True, stream_options={"include_obfuscation": False}).common.include_usage is False
-    assert chat(stream=True, stream_options={"include_usage": True}).common.include_usage is True
+    assert body.body.n == 1
+    assert chat(stream=True, stream_options={"include_obfuscation": False}).body.include_usage is False
+    assert chat(stream=True, stream_options={"include_usage": True}).body.include_usage is True
 
 
 @pytest.mark.parametrize(
@@ -152,39 +151,36 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
 )
 def test_nested_and_dependent_fields_are_named(body: dict[str, Any], param: str) -> None:
     """`param` leads to the field inside its object."""
-    for call in (completion, chat):
-        with pytest.raises(InvalidRequest) as caught:
-            call(**body)
-        assert caught.value.param == param
+    assert [refused(call, **body).param for call in (completion, chat)] == [param] * 2
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-9, 1e-6, 1e-5, 1e-3, 2.0, 2])
 def test_every_temperature_of_the_range_is_kept(temperature: float) -> None:
     """C18: no rounding and no limit of its own at the border."""
-    assert completion(temperature=temperature).common.params.temperature == temperature
+    assert completion(temperature=temperature).params.temperature == temperature
 
 
 @pytest.mark.parametrize(("given", "meant"), [(-1, 0), (0, 0), (1, 1), (299, 299), (300, 0), (9999999, 0)])
 def test_top_k(given: int, meant: int) -> None:
     """C19: -1, 0 and the whole vocabulary or more mean no limit."""
-    assert completion(top_k=given).common.params.top_k == meant
+    assert completion(top_k=given).params.top_k == meant
 
 
 def test_sampling_fields_reach_the_parameters() -> None:
     """Every accepted field arrives in its place."""
-    body = completion(
+    checked = completion(
         temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
         frequency_penalty=-0.3, logit_bias={"7": -100, "8": 2.5}, allowed_token_ids=[7, 8], min_tokens=2, max_tokens=9,
         stop_token_ids=[5], ignore_eos=True, logprobs=3, stop=["a", "b", "a"], n=2, seed=-5, num_speculative_tokens=0,
         drafters=[], include_metrics=True, cache_salt="s", user="u", skip_special_tokens=False, echo=False,
     )  # fmt: skip
-    params, common = body.common.params, body.common
+    params, body = checked.params, checked.body
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 5, 0.9, 0.1)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.2, -0.3)
     assert (params.logit_bias, params.allowed_token_ids) == ({7: -100.0, 8: 2.5}, {7, 8})
     assert (params.min_tokens, params.stop_token_ids, params.ignore_eos, params.logprobs) == (2, {5}, True, 3)
-    assert (common.max_tokens, common.stops, common.n, common.seed) == (9, ("a", "b"), 2, -5)
-    assert (common.num_speculative_tokens, common.drafters, common.include_metrics) == (0, (), True)
+    assert (checked.max_tokens, body.stop_strings, body.n, checked.seed) == (9, ("a", "b"), 2, -5)
+    assert (body.num_speculative_tokens, body.drafters, body.include_metrics) == (0, [], True)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +195,7 @@ def test_sampling_fields_reach_the_parameters() -> None:
 )
 def test_the_four_forms_of_a_prompt(prompt: Any, prompts: Any) -> None:
     """String, strings, ids, lists of ids."""
-    assert completion(prompt=prompt).prompts == prompts
+    assert completion(prompt=prompt).body.prompts == prompts
 
 
 @pytest.mark.parametrize(
@@ -210,9 +206,7 @@ def test_the_four_forms_of_a_prompt(prompt: Any, prompts: Any) -> None:
 )  # fmt: skip
 def test_a_prompt_that_is_none_is_refused(prompt: Any) -> None:
     """C23: empty, mixed, out of the vocabulary, not Unicode."""
-    with pytest.raises(InvalidRequest) as caught:
-        completion(prompt=prompt)
-    assert caught.value.param == "prompt"
+    assert refused(completion, prompt=prompt).param == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -237,14 +231,12 @@ def test_a_prompt_that_is_none_is_refused(prompt: Any) -> None:
 )  # fmt: skip
 def test_messages_that_are_none_are_refused(messages: Any, param: str) -> None:
     """C23: the message and the field in it are named."""
-    with pytest.raises(InvalidRequest) as caught:
-        chat(messages=messages)
-    assert caught.value.param == param
+    assert refused(chat, messages=messages).param == param
 
 
 def test_messages_are_read() -> None:
     """Empty contents are contents; text parts are lines; developer is the newer word for system."""
-    body = chat(
+    checked = chat(
         messages=[
             {"role": "developer", "content": "be brief"},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -252,7 +244,7 @@ def test_messages_are_read() -> None:
             {"role": "user", "content": ""},
         ]
     )
-    assert [tuple(message.values()) for message in body.messages] == [
+    assert [tuple(message.values()) for message in checked.body.turns] == [
         ("system", "be brief"),
         ("user", "a\nb"),
         ("assistant", ""),
@@ -261,62 +253,48 @@ def test_messages_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("call", "body", "param"),
     [
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"logprobs": 1}, "logprobs"),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"prompt": "a"}, "prompt"),
-        ({"echo": True}, "echo"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (chat, {"top_logprobs": 2}, "top_logprobs"),
+        (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (chat, {"logprobs": 1}, "logprobs"),
+        (chat, {"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+        (chat, {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (chat, {"prompt": "a"}, "prompt"),
+        (chat, {"echo": True}, "echo"),
+        (chat, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (completion, {"best_of": 2}, "best_of"),
+        (completion, {"logprobs": 21}, "logprobs"),
+        (completion, {"logprobs": True}, "logprobs"),
+        (completion, {"top_logprobs": 1}, "top_logprobs"),
+        (completion, {"echo": True, "logprobs": 1}, "echo"),
+        (completion, {"messages": HELLO}, "messages"),
+        (completion, {"max_completion_tokens": 5}, "max_completion_tokens"),
+        (completion, {"prompt": ["a", "b", "c"], "n": 6}, "n"),
     ],
 )
-def test_fields_of_the_chat_api(body: dict[str, Any], param: str) -> None:
+def test_fields_of_one_api(call: Any, body: dict[str, Any], param: str) -> None:
     """Dependent fields, and those of the other endpoint."""
-    with pytest.raises(InvalidRequest) as caught:
-        chat(**body)
-    assert caught.value.param == param
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"best_of": 2}, "best_of"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
-        ({"top_logprobs": 1}, "top_logprobs"),
-        ({"echo": True, "logprobs": 1}, "echo"),
-        ({"messages": HELLO}, "messages"),
-        ({"max_completion_tokens": 5}, "max_completion_tokens"),
-        ({"prompt": ["a", "b", "c"], "n": 6}, "n"),
-    ],
-)
-def test_fields_of_the_completion_api(body: dict[str, Any], param: str) -> None:
-    """Dependent fields, and those of the other endpoint."""
-    with pytest.raises(InvalidRequest) as caught:
-        completion(**body)
-    assert caught.value.param == param
+    assert refused(call, **body).param == param
 
 
 def test_chat_logprobs() -> None:
     """logprobs alone: the token's own; top_logprobs: that many alternatives; neither: none."""
-    assert chat().common.params.logprobs is None
-    assert chat(logprobs=True).common.params.logprobs == 0
-    assert chat(logprobs=True, top_logprobs=4).common.params.logprobs == 4
+    assert chat().params.logprobs is None
+    assert chat(logprobs=True).params.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).params.logprobs == 4
 
 
 def test_an_unknown_model_is_not_found() -> None:
     """404, not 400; no name at all means the first served."""
     with pytest.raises(ModelNotFound):
         completion(model="gpt-4")
-    assert completion(model="org/tiny").common.model == "org/tiny"
-    assert completion().common.model == "tiny"
+    assert completion(model="org/tiny").model == "org/tiny"
+    assert completion().model == "tiny"
 
 
-def plan(body: Any, *prompts: tuple[int, ...], caller: str = "") -> Any:
-    return plan_requests(body.common, prompts or ((1, 2),), INFO, "id", caller, "f", "prompt")
+def plan(checked: Any, *prompts: tuple[int, ...], caller: str = "") -> Any:
+    return plan_requests(checked, prompts or ((1, 2),), INFO, "id", caller, "f", "prompt")
 
 
 @pytest.mark.parametrize(
@@ -352,9 +330,8 @@ def test_a_prompt_that_fills_the_context_is_refused_with_true_numbers(num_tokens
 
 def test_min_tokens_that_cannot_be_reached_is_refused() -> None:
     """Cut by the context, max_tokens may become less than min_tokens."""
-    with pytest.raises(InvalidRequest) as caught:
-        plan(completion(max_tokens=50, min_tokens=20), tuple([1] * 90))
-    assert caught.value.param == "min_tokens"
+    error = refused(lambda: plan(completion(max_tokens=50, min_tokens=20), tuple([1] * 90)))
+    assert error.param == "min_tokens"
 
 
 def test_choices_are_numbered_prompt_major_each_with_its_seed() -> None:
@@ -368,8 +345,8 @@ def test_choices_are_numbered_prompt_major_each_with_its_seed() -> None:
 @pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63 - 1])
 def test_every_signed_64_bit_seed_is_taken(seed: int) -> None:
     """And a request without one draws one, each time another."""
-    assert completion(seed=seed).common.seed == seed
-    assert completion().common.seed != completion().common.seed
+    assert completion(seed=seed).seed == seed
+    assert completion().seed != completion().seed
 
 
 def test_callers_do_not_share_a_prefix_cache() -> None:
@@ -406,7 +383,7 @@ def test_nesting_up_to_the_limit_is_read() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.text() | st.integers(), lambda some: st.lists(some) | st.dictionaries(st.text(), some)
+    st.none() | st.text() | st.integers(), lambda some: st.lists(some) | st.dictionaries(st.text(), some), max_leaves=20
 )
 
 

@@ -1,15 +1,19 @@
-"""A router's rounds against scripted peers over real gRPC on loopback."""
+"""The seam "rounds": a router's rounds against scripted peers over real gRPC on loopback."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from moot.core.speculation.collection import CollectionPolicy
 from moot.core.speculation.policy import SpeculationOptions, make_policy
 from moot.core.types import FinishReason, SamplingParams
+from moot.drafters.interface import Drafter
+from moot.drafters.registry import create
 from moot.runtime.metrics import Metrics
 from moot.testing import ScriptedDrafter, ScriptedText, ScriptedVerifier, byte_tokenizer
 from services.router.api.text import IncrementalText, StopStrings
@@ -19,19 +23,16 @@ from services.router.generation.request_types import GenerationChunk, Generation
 from services.router.generation.rounds import Rounds, ServedModel
 from services.router.peers.drafter_pools import DrafterPool
 from services.router.peers.links import LinkPolicy, PeerState
+from services.router.peers.local_drafters import LocalPool
 from services.router.peers.outlier_ejection import EjectionPolicy
 from services.router.peers.targets import VerifierPool
 from services.router.peers.verifier_link import TargetPolicy
 from services.router.store import MemoryStore
 from tests.waiting import GIVE_UP_S, eventually
 
+TEXT = ScriptedText()
 BYTES = TokenBytes(byte_tokenizer())
-LINK = LinkPolicy(
-    describe_timeout_ms=5000,
-    backoff_min_s=0.02,
-    backoff_max_s=0.2,
-    refused_retry_s=0.2,
-)
+LINK = LinkPolicy(describe_timeout_ms=5000, backoff_min_s=0.02, backoff_max_s=0.2, refused_retry_s=0.2)
 TARGET = TargetPolicy(
     heartbeat_interval_s=0.1,
     max_missed_heartbeats=1000,
@@ -87,6 +88,29 @@ class Rig:
             outcome.text += chunk.text
         return outcome
 
+    async def check(self, request: GenerationRequest) -> Outcome:
+        """Generate: ids and end are those of plain decoding."""
+        outcome = await self.generate(request)
+        assert (outcome.token_ids, outcome.finish_reason) == self.plain(request)
+        return outcome
+
+    async def check_all(self, requests: Iterable[GenerationRequest]) -> list[Outcome]:
+        """As `check`, all at once."""
+        return await asyncio.gather(*map(self.check, requests))
+
+    def begin(self, requests: Iterable[GenerationRequest]) -> asyncio.Task[list[Outcome]]:
+        """As `check_all`, in a task of its own."""
+        return asyncio.create_task(self.check_all(requests))
+
+    async def started(self, request: GenerationRequest, rounds: int = 5) -> asyncio.Task[Outcome]:
+        """As `check`, in a task of its own, which is past so many rounds."""
+        task = asyncio.create_task(self.check(request))
+        await eventually(lambda: self.counter("rounds_total") > rounds)
+        return task
+
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        return self.rounds.generate(request, self.assembler(request.params))
+
     def assembler(self, params: SamplingParams, stops: Sequence[str] = (), **text: Any) -> IncrementalText:
         return IncrementalText(
             BYTES,
@@ -102,24 +126,48 @@ class Rig:
 
     def counter(self, name: str, **labels: str) -> float:
         """The value of a sample; 0 before its first move."""
-        return self.metrics.registry.get_sample_value(f"moot_{name}", labels) or 0.0
+        return sum(sample.value for sample in self._samples(name) if sample.labels == labels)
 
     def total(self, name: str) -> float:
         """Sum over all labels."""
-        return sum(
-            sample.value
-            for family in self.metrics.registry.collect()
-            for sample in family.samples
-            if sample.name == f"moot_{name}"
-        )
+        return sum(sample.value for sample in self._samples(name))
+
+    def _samples(self, name: str) -> list[Any]:
+        registry, full = self.metrics.registry, f"moot_{name}"
+        # Waits ask for the same again and again: first the family of that name alone, which not every collector tells.
+        for families in (registry.restricted_registry([full]), registry):
+            samples = [one for family in families.collect() for one in family.samples if one.name == full]
+            if samples:
+                return samples
+        return []
 
     @property
     def num_left(self) -> int:
         """Everything that a request holds anywhere: 0 when none runs."""
         held = sum(link.load + link.pool.num_held for link in self.targets.links.values())
         held += sum(link.load for pool in self.pools.values() for link in pool.links.values())
+        held += sum(pool.num_sessions for pool in self.drafter_set.sources.values() if isinstance(pool, LocalPool))
         held += sum(verifier.num_sessions for verifier in self.verifiers)
         return held + sum(drafter.num_sessions for pool in self.drafters.values() for drafter in pool)
+
+    def add_local(self, drafter_id: str, drafter: Drafter[Any] | None = None) -> LocalPool:
+        """A drafter in the router's own process: this one, or one of the kind that has its id as name."""
+        drafter = drafter or create(drafter_id, {"vocab_size": self.text.vocab_size})
+        pool = LocalPool(drafter_id, drafter, EjectionPolicy(eject_s=600), self.metrics)
+        self.drafter_set.policy.admit(drafter_id, drafter.family)
+        self.drafter_set.sources[drafter_id] = pool
+        return pool
+
+    async def join(self, *verifiers: ScriptedVerifier) -> None:
+        """Verifiers more: they are started, and the router is told of them."""
+        for verifier in verifiers:
+            await verifier.start()
+        self.verifiers += verifiers
+        await self.targets.set_addresses([*self.targets.links, *(verifier.address for verifier in verifiers)])
+
+    async def ready(self, count: int) -> None:
+        """So many verifiers can be used."""
+        await eventually(lambda: sum(link.is_ready for link in self.targets.links.values()) == count)
 
     async def nothing_left(self) -> None:
         """Soon nothing of any request is left anywhere, and the gauges are back."""
@@ -142,12 +190,19 @@ def request(prompt: Sequence[int] = b"hello", **fields: Any) -> GenerationReques
     )
 
 
+def _replicas(text: ScriptedText, asked: list[ScriptedDrafter] | ScriptedDrafter | float) -> list[ScriptedDrafter]:
+    if isinstance(asked, list):
+        return asked
+    return [asked if isinstance(asked, ScriptedDrafter) else ScriptedDrafter(text, spoil=asked)]
+
+
 @asynccontextmanager
 async def rig(
     *,
-    text: ScriptedText | None = None,
-    verifiers: Sequence[ScriptedVerifier] | None = None,
-    drafters: dict[str, list[ScriptedDrafter]] | None = None,
+    text: ScriptedText = TEXT,
+    verifiers: Sequence[ScriptedVerifier] | int = 1,
+    step_s: float | None = None,
+    drafters: Mapping[str, list[ScriptedDrafter] | ScriptedDrafter | float] = MappingProxyType({}),
     tries: CollectionPolicy = BALLOT,
     failures: EjectionPolicy | None = None,
     link: LinkPolicy = LINK,
@@ -158,11 +213,14 @@ async def rig(
     max_buffered_commits: int = 64,
     **policy: Any,
 ) -> AsyncIterator[Rig]:
-    text = text or ScriptedText()
-    verifiers = [ScriptedVerifier(text)] if verifiers is None else list(verifiers)
-    drafters = {} if drafters is None else drafters
+    """`verifiers`: they, or how many; `step_s`: what a step of each of them costs; `drafters`: the replicas of each, or
+    its only one, or with what chance its only one spoils an answer. When its test is over, nothing is left."""
+    verifiers = [ScriptedVerifier(text) for _ in range(verifiers)] if isinstance(verifiers, int) else list(verifiers)
+    for verifier in verifiers:
+        verifier.step_s = verifier.step_s if step_s is None else step_s
+    replicas = {drafter_id: _replicas(text, one) for drafter_id, one in drafters.items()}
     metrics = Metrics()
-    servers = [*verifiers, *(drafter for pool in drafters.values() for drafter in pool)]
+    servers = [*verifiers, *(drafter for pool in replicas.values() for drafter in pool)]
     for server in servers:
         await server.start()
     targets = VerifierPool(
@@ -186,7 +244,7 @@ async def rig(
             bundle.admit,
             round(1000 * tries.hard_deadline_s),
         )
-        for drafter_id in drafters
+        for drafter_id in replicas
     }
     drafter_set.sources.update(pools)
     rounds = Rounds(
@@ -202,14 +260,16 @@ async def rig(
         await eventually(lambda: all(link.state is not PeerState.CONNECTING for link in targets.links.values()))
         await eventually(lambda: not targets.links or targets.is_available)
         for drafter_id, pool in pools.items():
-            await pool.set_addresses([drafter.address for drafter in drafters[drafter_id]])
+            await pool.set_addresses([drafter.address for drafter in replicas[drafter_id]])
         if wait_for_drafters:
             for pool in pools.values():
                 await eventually(lambda pool=pool: all(link.is_ready for link in pool.links.values()))
-        yield Rig(text, verifiers, drafters, targets, pools, drafter_set, rounds, metrics, rounds._store)
+        made = Rig(text, verifiers, replicas, targets, pools, drafter_set, rounds, metrics, rounds._store)
+        yield made
+        await made.nothing_left()
     finally:
         for pool in pools.values():
             await pool.set_addresses([])
         await targets.close()
-        for server in servers:
+        for server in dict.fromkeys((*servers, *verifiers)):
             await server.kill()

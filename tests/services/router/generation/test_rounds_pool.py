@@ -12,58 +12,50 @@ from services.router.peers.draft_pool import DraftPool
 from tests.waiting import GIVE_UP_S
 
 
-def test_first_draft_runs_and_later_ones_wait() -> None:
+async def test_first_draft_runs_and_later_ones_wait() -> None:
     """What is sent while nothing runs is taken at once; the rest is the depth, until the running ones are answered."""
-
-    async def main() -> None:
-        depths: list[int] = []
-        pool = DraftPool(2, depths.append)
-        for session in (1, 2, 3):
-            await pool.reserve(session, 1)
-            pool.enter(session)
-            if session == 1:
-                assert pool.depth == 0
-        assert pool.depth == 2
-        pool.leave(1)
-        assert pool.depth == 0
-        assert sum(depths) == 0
-        pool.leave(2)
-        pool.leave(3)
-        pool.leave(3)
-        assert pool.num_held == 0
-
-    asyncio.run(main())
+    depths: list[int] = []
+    pool = DraftPool(2, depths.append)
+    for session in (1, 2, 3):
+        await pool.reserve(session, 1)
+        pool.enter(session)
+        if session == 1:
+            assert pool.depth == 0
+    assert pool.depth == 2
+    pool.leave(1)
+    assert pool.depth == 0
+    assert sum(depths) == 0
+    pool.leave(2)
+    pool.leave(3)
+    pool.leave(3)
+    assert pool.num_held == 0
 
 
-def test_drafting_pauses_behind_a_full_pool_in_order() -> None:
+async def test_drafting_pauses_behind_a_full_pool_in_order() -> None:
     """Requests behind a full pool may not even begin to draft, and go on first come first served."""
+    pool = DraftPool(1)
+    await pool.reserve(1, 1)
+    pool.enter(1)
+    await pool.reserve(2, 1)
+    order: list[int] = []
 
-    async def main() -> None:
-        pool = DraftPool(1)
-        await pool.reserve(1, 1)
-        pool.enter(1)
-        await pool.reserve(2, 1)
-        order: list[int] = []
+    async def draft(session: int) -> None:
+        await pool.reserve(session, GIVE_UP_S)
+        order.append(session)
+        pool.enter(session)
 
-        async def draft(session: int) -> None:
-            await pool.reserve(session, GIVE_UP_S)
-            order.append(session)
-            pool.enter(session)
-
-        tasks = [asyncio.create_task(draft(session)) for session in (3, 4, 5)]
+    tasks = [asyncio.create_task(draft(session)) for session in (3, 4, 5)]
+    await asyncio.sleep(0)
+    assert order == []
+    assert pool.num_paused == 3
+    pool.enter(2)
+    assert pool.depth == 1
+    for answered in (1, 2, 3, 4):
+        pool.leave(answered)
         await asyncio.sleep(0)
-        assert order == []
-        assert pool.num_paused == 3
-        pool.enter(2)
-        assert pool.depth == 1
-        for answered in (1, 2, 3, 4):
-            pool.leave(answered)
-            await asyncio.sleep(0)
-            assert pool.depth <= 1
-        await asyncio.gather(*tasks)
-        assert order == [3, 4, 5]
-
-    asyncio.run(main())
+        assert pool.depth <= 1
+    await asyncio.gather(*tasks)
+    assert order == [3, 4, 5]
 
 
 def test_depth_never_exceeds_the_batch() -> None:
@@ -117,33 +109,25 @@ def test_depth_never_exceeds_the_batch() -> None:
         asyncio.run(main(seed))
 
 
-def test_the_pause_has_a_bound() -> None:
+async def test_the_pause_has_a_bound() -> None:
     """A request that gets no place in time fails, and keeps nothing."""
-
-    async def main() -> None:
-        pool = DraftPool(1)
-        await pool.reserve(1, 1)
-        with pytest.raises(DeadlineExceeded):
-            await pool.reserve(2, 0.01)
-        assert pool.num_paused == 0
-        assert pool.num_held == 1
-
-    asyncio.run(main())
+    pool = DraftPool(1)
+    await pool.reserve(1, 1)
+    with pytest.raises(DeadlineExceeded):
+        await pool.reserve(2, 0.01)
+    assert pool.num_paused == 0
+    assert pool.num_held == 1
 
 
-def test_a_lost_verifier_releases_those_who_wait() -> None:
+async def test_a_lost_verifier_releases_those_who_wait() -> None:
     """When the verifier is gone nobody goes on waiting for its pool."""
-
-    async def main() -> None:
-        pool = DraftPool(1)
-        await pool.reserve(1, 1)
-        waiting = asyncio.create_task(pool.reserve(2, 3600))
-        await asyncio.sleep(0)
-        pool.clear()
-        await asyncio.wait_for(waiting, GIVE_UP_S)
-        assert pool.num_held == 0
-
-    asyncio.run(main())
+    pool = DraftPool(1)
+    await pool.reserve(1, 1)
+    waiting = asyncio.create_task(pool.reserve(2, 3600))
+    await asyncio.sleep(0)
+    pool.clear()
+    await asyncio.wait_for(waiting, GIVE_UP_S)
+    assert pool.num_held == 0
 
 
 def test_entering_needs_a_place() -> None:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from moot.core.types import Proposal
 from services.router.generation.ports import ProposalCollector
 from tests.waiting import GIVE_UP_S
 
 
+@dataclass(frozen=True)
 class Voter:
     """A drafter that is only counted: the box never calls one."""
 
-    def __init__(self, name: str) -> None:
-        self.drafter_id = name
-
-    def prepare(self) -> None: ...
-    def ask(self, box: ProposalCollector, num_speculative_tokens: int, width: int) -> bool:
-        return False
-
-    def missed(self) -> None: ...
-    def answered(self) -> None: ...
-    def malformed(self, reason: str) -> None: ...
-    def end(self, *, aborted: bool) -> None: ...
+    drafter_id: str
 
 
 A, B, C = Voter("a"), Voter("b"), Voter("c")
@@ -39,80 +31,60 @@ def box(
     return made
 
 
-def test_closes_when_all_have_answered() -> None:
+async def test_closes_when_all_have_answered() -> None:
     """Nobody waits for a deadline when all have answered, be it before or while the box is being closed."""
-
-    async def main() -> None:
-        early = box(LONG, LONG)
-        for voter in (A, B, C):
-            assert early.cast(voter, CHAIN)
-        assert await asyncio.wait_for(early.close(), GIVE_UP_S) == frozenset()
-        later = box(LONG, LONG)
-        closing = asyncio.create_task(later.close())
-        await asyncio.sleep(0)
-        for voter in (A, B, C):
-            later.cast(voter, CHAIN)
-        assert await asyncio.wait_for(closing, GIVE_UP_S) == frozenset()
-        assert [voter for voter, _ in later.proposals] == [A, B, C]
-
-    asyncio.run(main())
+    early = box(LONG, LONG)
+    for voter in (A, B, C):
+        assert early.cast(voter, CHAIN)
+    assert await asyncio.wait_for(early.close(), GIVE_UP_S) == frozenset()
+    later = box(LONG, LONG)
+    closing = asyncio.create_task(later.close())
+    await asyncio.sleep(0)
+    for voter in (A, B, C):
+        later.cast(voter, CHAIN)
+    assert await asyncio.wait_for(closing, GIVE_UP_S) == frozenset()
+    assert [voter for voter, _ in later.proposals] == [A, B, C]
 
 
-def test_soft_deadline_needs_a_quorum() -> None:
+async def test_soft_deadline_needs_a_quorum() -> None:
     """After the soft deadline a quorum suffices; before it, or without one, the box waits on."""
-
-    async def main() -> None:
-        quorate = box(0.01, LONG)
-        quorate.cast(A, CHAIN)
-        quorate.cast(B, ())
-        assert await asyncio.wait_for(quorate.close(), GIVE_UP_S) == {C}
-        waiting = box(0.01, LONG)
-        waiting.cast(A, CHAIN)
-        closing = asyncio.create_task(waiting.close())
-        await asyncio.sleep(0.05)
-        assert not closing.done()
-        waiting.cast(B, CHAIN)
-        assert await asyncio.wait_for(closing, GIVE_UP_S) == {C}
-
-    asyncio.run(main())
+    quorate = box(0.01, LONG)
+    quorate.cast(A, CHAIN)
+    quorate.cast(B, ())
+    assert await asyncio.wait_for(quorate.close(), GIVE_UP_S) == {C}
+    waiting = box(0.01, LONG)
+    waiting.cast(A, CHAIN)
+    closing = asyncio.create_task(waiting.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    waiting.cast(B, CHAIN)
+    assert await asyncio.wait_for(closing, GIVE_UP_S) == {C}
 
 
-def test_hard_deadline_ends_it() -> None:
+async def test_hard_deadline_ends_it() -> None:
     """After the hard deadline the round goes on with whatever came, nothing included."""
-
-    async def main() -> None:
-        assert await asyncio.wait_for(box(0.01, 0.02).close(), GIVE_UP_S) == {A, B, C}
-
-    asyncio.run(main())
+    assert await asyncio.wait_for(box(0.01, 0.02).close(), GIVE_UP_S) == {A, B, C}
 
 
-def test_lost_drafters_are_not_waited_for() -> None:
+async def test_lost_drafters_are_not_waited_for() -> None:
     """A drafter that is lost while it is asked leaves the count: the others, or nobody, decide."""
-
-    async def main() -> None:
-        made = box(LONG, LONG)
-        closing = asyncio.create_task(made.close())
-        await asyncio.sleep(0)
-        for voter in (A, B, C):
-            made.withdraw(voter)
-        assert await asyncio.wait_for(closing, GIVE_UP_S) == frozenset()
-        assert made.num_asked == 0
-
-    asyncio.run(main())
+    made = box(LONG, LONG)
+    closing = asyncio.create_task(made.close())
+    await asyncio.sleep(0)
+    for voter in (A, B, C):
+        made.withdraw(voter)
+    assert await asyncio.wait_for(closing, GIVE_UP_S) == frozenset()
+    assert made.num_asked == 0
 
 
-def test_late_doubled_and_unasked_answers_are_refused() -> None:
+async def test_late_doubled_and_unasked_answers_are_refused() -> None:
     """Each drafter counts once, and only before the box closes."""
-
-    async def main() -> None:
-        made = box(LONG, LONG, request_drafters=(A,))
-        assert made.cast(A, CHAIN)
-        assert not made.cast(A, CHAIN)
-        assert not made.cast(B, CHAIN)
-        await made.close()
-        late = box(0.0, 0.0, request_drafters=(A,))
-        await late.close()
-        assert not late.cast(A, CHAIN)
-        assert late.proposals == []
-
-    asyncio.run(main())
+    made = box(LONG, LONG, request_drafters=(A,))
+    assert made.cast(A, CHAIN)
+    assert not made.cast(A, CHAIN)
+    assert not made.cast(B, CHAIN)
+    await made.close()
+    late = box(0.0, 0.0, request_drafters=(A,))
+    await late.close()
+    assert not late.cast(A, CHAIN)
+    assert late.proposals == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,39 +23,58 @@ from services.router.peers.discovery import (
     serving_hosts,
 )
 from tests.integration.slice_server import ApiServer, endpoint, kubeconfig, slice_of
-from tests.waiting import GIVE_UP_S
+from tests.waiting import GIVE_UP_S, eventually
 
 SERVICE = "moot-verifier"
 
 
-class Heard:
-    """The lists that a source has yielded."""
+def slices(name: str, *hosts: str) -> dict[str, Any]:
+    return slice_of(SERVICE, name, *map(endpoint, hosts))
 
-    def __init__(self) -> None:
+
+class Followed:
+    """An API server, and the lists that a source which follows it has yielded."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self.server = server
         self.lists: list[set[str]] = []
         self.changed = asyncio.Event()
 
-    async def until(self, *addresses: str) -> None:
+    async def hear(self, *hosts: str) -> None:
         """Wait for a list of these hosts as the last one."""
-        wanted = {f"{address}:7100" for address in addresses}
         async with asyncio.timeout(GIVE_UP_S):
-            while not self.lists or self.lists[-1] != wanted:
+            while not self.lists or self.lists[-1] != addresses(*hosts):
                 self.changed.clear()
                 await self.changed.wait()
 
+    async def settled(self) -> None:
+        """The first list is heard, and a watch is open."""
+        await self.hear("10.0.0.1")
+        await self.server.until(lambda server: server.watches == 1)
 
-@asynccontextmanager
-async def following(server: ApiServer, watch_s: int = 60, backoff_max_s: float = 0.2) -> AsyncIterator[Heard]:
+    def put(self, name: str, *hosts: str, told: bool = True) -> None:
+        self.server.put(slices(name, *hosts), told=told)
+
+
+def addresses(*hosts: str) -> set[str]:
+    return {f"{host}:7100" for host in hosts}
+
+
+def source_of(server: ApiServer, **options: Any) -> SlicePeers:
     configuration = client.Configuration(host=f"http://127.0.0.1:{server.port}")
     configuration.retries = False
     api = client.DiscoveryV1Api(client.ApiClient(configuration))
-    source = SlicePeers(api, "serving", SERVICE, 7100, timeout_s=30.0, watch_s=watch_s, backoff_max_s=backoff_max_s)
-    heard = Heard()
-    watching = source.watch()
+    return SlicePeers(api, "serving", SERVICE, 7100, timeout_s=30.0, **options)
+
+
+@asynccontextmanager
+async def following(server: ApiServer, *, watch_s: int = 60) -> AsyncIterator[Followed]:
+    heard = Followed(server)
+    watching = source_of(server, watch_s=watch_s, backoff_max_s=0.2).watch()
 
     async def follow() -> None:
-        async for addresses in watching:
-            heard.lists.append(set(addresses))
+        async for found in watching:
+            heard.lists.append(set(found))
             heard.changed.set()
 
     task = asyncio.create_task(follow())
@@ -70,57 +89,45 @@ async def following(server: ApiServer, watch_s: int = 60, backoff_max_s: float =
 
 async def no_threads() -> None:
     """Whoever stops following leaves no thread behind."""
-    async with asyncio.timeout(GIVE_UP_S):
-        while any(thread.name == f"endpoints {SERVICE}" for thread in threading.enumerate()):  # noqa: ASYNC110 - threads set no event
-            await asyncio.sleep(0.01)
+    await eventually(lambda: all(thread.name != f"endpoints {SERVICE}" for thread in threading.enumerate()))
 
 
 @pytest.fixture
-def server() -> Any:
+def server() -> Iterator[ApiServer]:
+    """With one slice of one pod."""
     made = ApiServer()
+    made.put(slices("a", "10.0.0.1"))
     yield made
     made.stop()
 
 
-def run(server: ApiServer, scenario: Callable[[ApiServer, Heard], Any], **options: Any) -> None:
-    async def main() -> None:
-        async with following(server, **options) as heard:
-            await scenario(server, heard)
-
-    asyncio.run(main())
+@pytest.fixture
+def followed(server: ApiServer) -> Any:
+    return following(server)
 
 
-def test_pods_come_and_go(server: ApiServer) -> None:
+async def test_pods_come_and_go(followed: Followed) -> None:
     """The first list, a pod more, a pod less, a slice less: every change is heard from the watch."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await heard.until("10.0.0.1")
-        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1"), endpoint("10.0.0.2")))
-        await heard.until("10.0.0.1", "10.0.0.2")
-        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2")))
-        await heard.until("10.0.0.2")
-        server.delete("a")
-        await heard.until()
-        assert server.lists == 1
-
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
-    run(server, scenario)
+    await followed.hear("10.0.0.1")
+    followed.put("a", "10.0.0.1", "10.0.0.2")
+    await followed.hear("10.0.0.1", "10.0.0.2")
+    followed.put("a", "10.0.0.2")
+    await followed.hear("10.0.0.2")
+    followed.server.delete("a")
+    await followed.hear()
+    assert followed.server.lists == 1
 
 
-def test_several_slices_are_one_service(server: ApiServer) -> None:
+async def test_several_slices_are_one_service(followed: Followed) -> None:
     """The pods of all slices together; one named by two slices stays until both have let go of it."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await heard.until("10.0.0.1", "10.0.0.2", "10.0.0.3")
-        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
-        server.put(slice_of(SERVICE, "c", endpoint("10.0.0.4")))
-        await heard.until("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4")
-        server.delete("b")
-        await heard.until("10.0.0.1", "10.0.0.4")
-
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1"), endpoint("10.0.0.2")))
-    server.put(slice_of(SERVICE, "b", endpoint("10.0.0.2"), endpoint("10.0.0.3")))
-    run(server, scenario)
+    followed.put("a", "10.0.0.1", "10.0.0.2")
+    followed.put("b", "10.0.0.2", "10.0.0.3")
+    await followed.hear("10.0.0.1", "10.0.0.2", "10.0.0.3")
+    followed.put("a", "10.0.0.1")
+    followed.put("c", "10.0.0.4")
+    await followed.hear("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4")
+    followed.server.delete("b")
+    await followed.hear("10.0.0.1", "10.0.0.4")
 
 
 def test_only_pods_that_serve_and_stay_are_peers() -> None:
@@ -141,78 +148,53 @@ def test_only_pods_that_serve_and_stay_are_peers() -> None:
     assert serving_hosts({"metadata": {"name": "a"}, "endpoints": None}) == frozenset()
 
 
-def test_addresses_of_the_sixth_version_are_bracketed(server: ApiServer) -> None:
+async def test_addresses_of_the_sixth_version_are_bracketed(followed: Followed) -> None:
     """host:port of an IPv6 pod is one that a channel can be opened to."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await heard.until("[fd00::1]")
-
-    server.put({**slice_of(SERVICE, "a", endpoint("fd00::1")), "addressType": "IPv6"})
-    run(server, scenario)
+    followed.server.put({**slices("a", "fd00::1"), "addressType": "IPv6"})
+    await followed.hear("[fd00::1]")
 
 
-def test_missed_events_are_made_up_for(server: ApiServer) -> None:
+async def test_missed_events_are_made_up_for(followed: Followed) -> None:
     """A change that no watch was told of is heard at the next list, which every end of a watch brings."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await heard.until("10.0.0.1")
-        await server.until(lambda server: server.watches == 1)
-        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2")), told=False)
-        server.cut_watches()
-        await heard.until("10.0.0.2")
-        assert heard.lists == [{"10.0.0.1:7100"}, {"10.0.0.2:7100"}]
-
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
-    run(server, scenario)
+    await followed.settled()
+    followed.put("a", "10.0.0.2", told=False)
+    followed.server.cut_watches()
+    await followed.hear("10.0.0.2")
+    assert followed.lists == [addresses("10.0.0.1"), addresses("10.0.0.2")]
 
 
-def test_a_watch_that_ends_in_time_is_followed_by_a_list(server: ApiServer) -> None:
+async def test_a_watch_that_ends_in_time_is_followed_by_a_list(server: ApiServer) -> None:
     """No watch lasts for ever: a change that was never told is heard within one, without any fault."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await heard.until("10.0.0.1")
-        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2")), told=False)
-        await heard.until("10.0.0.2")
-
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
-    run(server, scenario, watch_s=1)
+    async with following(server, watch_s=1) as followed:
+        await followed.hear("10.0.0.1")
+        followed.put("a", "10.0.0.2", told=False)
+        await followed.hear("10.0.0.2")
 
 
 @pytest.mark.parametrize("how", ["event", "status"])
-def test_a_version_that_is_gone_is_listed_anew(server: ApiServer, how: str) -> None:
+async def test_a_version_that_is_gone_is_listed_anew(followed: Followed, how: str) -> None:
     """410, as an event of the watch or as the answer to it: the list is asked for, and nothing is dropped meanwhile."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await heard.until("10.0.0.1")
-        await server.until(lambda server: server.watches == 1)
-        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2")), told=False)
-        if how == "event":
-            server.say({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}})
-        else:
-            server.refuse_watches = 2
-            server.cut_watches()
-        await heard.until("10.0.0.2")
-        assert set() not in heard.lists
-        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.3")))
-        await heard.until("10.0.0.3")
-
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
-    run(server, scenario)
+    await followed.settled()
+    followed.put("a", "10.0.0.2", told=False)
+    if how == "event":
+        followed.server.say({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}})
+    else:
+        followed.server.refuse_watches = 2
+        followed.server.cut_watches()
+    await followed.hear("10.0.0.2")
+    assert set() not in followed.lists
+    followed.put("a", "10.0.0.3")
+    await followed.hear("10.0.0.3")
 
 
-def test_bookmarks_change_nothing(server: ApiServer) -> None:
+async def test_bookmarks_change_nothing(followed: Followed) -> None:
     """A bookmark carries a version and no endpoints: the list stays, and so does the watch."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await heard.until("10.0.0.1")
-        server.say({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "999"}}})
-        server.put(slice_of(SERVICE, "b", endpoint("10.0.0.2")))
-        await heard.until("10.0.0.1", "10.0.0.2")
-        assert len(heard.lists) == 2
-        assert server.lists == 1
-
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
-    run(server, scenario)
+    await followed.hear("10.0.0.1")
+    followed.server.say({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "999"}}})
+    followed.put("b", "10.0.0.2")
+    await followed.hear("10.0.0.1", "10.0.0.2")
+    assert len(followed.lists) == 2
+    assert followed.server.lists == 1
 
 
 @pytest.mark.parametrize(
@@ -220,99 +202,62 @@ def test_bookmarks_change_nothing(server: ApiServer) -> None:
     [500, 403, 429, b"", b"not json", b"[]", {"items": []}, {"metadata": {"resourceVersion": "1"}, "items": [{}]}],
     ids=str,
 )
-def test_a_wrong_answer_empties_nothing(server: ApiServer, answer: Any) -> None:
+async def test_a_wrong_answer_empties_nothing(followed: Followed, answer: Any) -> None:
     """Errors and nonsense in place of a list leave the last one in place, until a good one comes."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await heard.until("10.0.0.1")
-        await server.until(lambda server: server.watches == 1)
-        server.answers = [answer, answer]
-        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2")), told=False)
-        server.cut_watches()
-        await heard.until("10.0.0.2")
-        assert server.answers == []
-        assert heard.lists == [{"10.0.0.1:7100"}, {"10.0.0.2:7100"}]
-
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
-    run(server, scenario)
+    await followed.settled()
+    followed.server.answers = [answer, answer]
+    followed.put("a", "10.0.0.2", told=False)
+    followed.server.cut_watches()
+    await followed.hear("10.0.0.2")
+    assert followed.server.answers == []
+    assert followed.lists == [addresses("10.0.0.1"), addresses("10.0.0.2")]
 
 
 @pytest.mark.parametrize("event", [{}, {"type": "MODIFIED", "object": {}}, {"type": "ADDED"}, [], None], ids=str)
-def test_nonsense_in_a_watch_empties_nothing(server: ApiServer, event: Any) -> None:
+async def test_nonsense_in_a_watch_empties_nothing(followed: Followed, event: Any) -> None:
     """An event that is none ends the watch, not the following."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await heard.until("10.0.0.1")
-        await server.until(lambda server: server.watches == 1)
-        server.say(event)
-        await server.until(lambda server: server.watches >= 2)
-        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2")))
-        await heard.until("10.0.0.2")
-        assert set() not in heard.lists
-
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
-    run(server, scenario)
+    await followed.settled()
+    followed.server.say(event)
+    await followed.server.until(lambda server: server.watches >= 2)
+    followed.put("a", "10.0.0.2")
+    await followed.hear("10.0.0.2")
+    assert set() not in followed.lists
 
 
 @pytest.mark.parametrize("outage_s", [1.5, pytest.param(60.0, marks=pytest.mark.long)])
-def test_an_outage_keeps_the_last_list(server: ApiServer, outage_s: float) -> None:
+async def test_an_outage_keeps_the_last_list(followed: Followed, outage_s: float) -> None:
     """Nobody answers for a while: the pods that were known stay known; what changed meanwhile is heard afterwards."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await heard.until("10.0.0.1", "10.0.0.2")
-        await server.until(lambda server: server.watches == 1)
-        await asyncio.to_thread(server.stop)
-        # The outage itself: its length is what is tested.
-        await asyncio.sleep(outage_s)
-        assert heard.lists == [{"10.0.0.1:7100", "10.0.0.2:7100"}]
-        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.2"), endpoint("10.0.0.3")), told=False)
-        server.start()
-        await heard.until("10.0.0.2", "10.0.0.3")
-
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1"), endpoint("10.0.0.2")))
-    run(server, scenario)
+    await followed.settled()
+    await asyncio.to_thread(followed.server.stop)
+    # The outage itself: its length is what is tested.
+    await asyncio.sleep(outage_s)
+    assert followed.lists == [addresses("10.0.0.1")]
+    followed.put("a", "10.0.0.2", "10.0.0.3", told=False)
+    followed.server.start()
+    await followed.hear("10.0.0.2", "10.0.0.3")
 
 
-def test_a_server_that_is_not_there_yet_is_waited_for() -> None:
+async def test_a_server_that_is_not_there_yet_is_waited_for(server: ApiServer) -> None:
     """A router that starts before the API server answers gets its first list when there is one."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await asyncio.sleep(0.3)
-        assert heard.lists == []
-        server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
-        server.start()
-        await heard.until("10.0.0.1")
-
-    server = ApiServer()
     server.stop()
-    try:
-        run(server, scenario)
-    finally:
-        server.stop()
+    async with following(server) as followed:
+        await asyncio.sleep(0.3)
+        assert followed.lists == []
+        server.start()
+        await followed.hear("10.0.0.1")
 
 
-def test_a_silent_watch_is_let_go(server: ApiServer) -> None:
+async def test_a_silent_watch_is_let_go(followed: Followed) -> None:
     """Following can be ended at any time, also while the watch says nothing, and leaves no thread behind."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await heard.until("10.0.0.1")
-        await server.until(lambda server: server.watches == 1)
-
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
-    run(server, scenario)
+    await followed.settled()
 
 
-def test_a_watch_that_is_answered_too_late_is_let_go(server: ApiServer) -> None:
+async def test_a_watch_that_is_answered_too_late_is_let_go(server: ApiServer) -> None:
     """Following ends while the server thinks about a watch: its answer, which never ends by itself, holds no thread."""
-
-    async def scenario(server: ApiServer, heard: Heard) -> None:
-        await heard.until("10.0.0.1")
-        await server.until(lambda server: server.watches == 1)
-        threading.Timer(0.3, server.answers_watches.set).start()
-
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
     server.answers_watches.clear()
-    run(server, scenario, watch_s=3600)
+    async with following(server, watch_s=3600) as followed:
+        await followed.settled()
+        threading.Timer(0.3, server.answers_watches.set).start()
 
 
 def test_the_address_of_a_service_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -328,7 +273,7 @@ def test_the_address_of_a_service_is_read(monkeypatch: pytest.MonkeyPatch, tmp_p
         parse_source(["k8s:///serving/moot-verifier:7100"], 1, 1)
 
 
-def test_outside_a_cluster_the_kubeconfig_says_where_it_is(
+async def test_outside_a_cluster_the_kubeconfig_says_where_it_is(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """A router on somebody's own machine finds the pods of the cluster that kubectl would ask."""
@@ -336,32 +281,21 @@ def test_outside_a_cluster_the_kubeconfig_says_where_it_is(
     path.write_text(json.dumps(kubeconfig(server.port)))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
-
-    async def main() -> None:
-        watching = parse_source([f"k8s:///serving/{SERVICE}:7100"], 1, 5).watch()
-        async with asyncio.timeout(GIVE_UP_S):
-            assert await anext(watching) == {"10.0.0.1:7100"}
-        await watching.aclose()
-        await no_threads()
-
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
-    asyncio.run(main())
+    await yields(parse_source([f"k8s:///serving/{SERVICE}:7100"], 1, 5), addresses("10.0.0.1"))
 
 
-def test_it_joins_other_sources(server: ApiServer) -> None:
+async def test_it_joins_other_sources(server: ApiServer) -> None:
     """A static address beside a watched Service: the union of both."""
+    joined = JoinedPeers((StaticPeers(frozenset({"10.9.9.9:7100"})), source_of(server)))
+    await yields(joined, addresses("10.9.9.9", "10.0.0.1"))
 
-    async def main() -> None:
-        configuration = client.Configuration(host=f"http://127.0.0.1:{server.port}")
-        configuration.retries = False
-        peers = SlicePeers(client.DiscoveryV1Api(client.ApiClient(configuration)), "serving", SERVICE, 7100, 2.0)
-        joined = JoinedPeers((StaticPeers(frozenset({"10.9.9.9:7100"})), peers)).watch()
-        async with asyncio.timeout(GIVE_UP_S):
-            async for addresses in joined:
-                if addresses == {"10.9.9.9:7100", "10.0.0.1:7100"}:
-                    break
-        await joined.aclose()
-        await no_threads()
 
-    server.put(slice_of(SERVICE, "a", endpoint("10.0.0.1")))
-    asyncio.run(main())
+async def yields(source: Any, wanted: set[str]) -> None:
+    """Soon, and leaves nothing behind."""
+    watching = source.watch()
+    async with asyncio.timeout(GIVE_UP_S):
+        async for found in watching:
+            if found == wanted:
+                break
+    await watching.aclose()
+    await no_threads()

@@ -14,7 +14,7 @@ from moot.core.options import make_config
 from moot.rpc.grpc_server import GrpcServer
 from moot.rpc.link import LinkConfig
 from moot.runtime.metrics import Metrics
-from moot.testing import ScriptedDrafter, ScriptedText
+from moot.testing import ScriptedDrafter
 from moot.testing.scripted_kind import ScriptedKind
 from moot.v1 import drafter_service_pb2 as pb
 from moot.v1 import token_pb2
@@ -24,10 +24,8 @@ from services.drafter.drafter_engine import DrafterEngine
 from services.drafter.servicer import DrafterServicer
 from services.router.peers.links import PeerState
 from services.router.peers.outlier_ejection import EjectionPolicy
-from tests.services.router.generation.rounds_rig import request, rig
+from tests.services.router.generation.rounds_rig import TEXT, request, rig
 from tests.waiting import eventually
-
-TEXT = ScriptedText()
 
 
 class TellingDrafter(ScriptedDrafter):
@@ -73,65 +71,47 @@ class TellingDrafter(ScriptedDrafter):
         return pb.Ahead(round_index=round_index, base_length=question.base_length, path=path)
 
 
-def test_a_text_that_goes_along_what_was_told_asks_nobody_and_waits_for_nobody() -> None:
+async def test_a_text_that_goes_along_what_was_told_asks_nobody_and_waits_for_nobody() -> None:
     """Only the first question is answered, and every round accepts its whole draft."""
-
-    async def main() -> None:
-        drafter = TellingDrafter("true", spoil=0.0)
-        async with rig(text=TEXT, drafters={"one": [drafter]}, num_speculative_tokens=3) as router:
-            router.verifiers[0].step_s = 0.03  # what is told for the next round is here before the round is over
-            asked = request(max_tokens=80)
-            outcome = await router.generate(asked)
-            assert outcome.token_ids == router.plain(asked)[0]
-            assert drafter.num_answered <= 2  # the last question may ask for less than a whole proposal
-            assert drafter.num_answered_ahead >= 15
-            assert outcome.metrics.num_accepted_tokens == outcome.metrics.num_draft_tokens
-            assert outcome.metrics.drafters["one"].num_proposed_tokens >= 3 * 15
-            assert router.total("proposals_dropped_total") == 0
-            await router.nothing_left()
-
-    asyncio.run(main())
+    drafter = TellingDrafter("true", spoil=0.0)
+    async with rig(drafters={"one": [drafter]}, num_speculative_tokens=3) as router:
+        router.verifiers[0].step_s = 0.03  # what is told for the next round is here before the round is over
+        outcome = await router.check(request(max_tokens=80))
+        assert drafter.num_answered <= 2  # the last question may ask for less than a whole proposal
+        assert drafter.num_answered_ahead >= 15
+        assert outcome.metrics.num_accepted_tokens == outcome.metrics.num_draft_tokens
+        assert outcome.metrics.drafters["one"].num_proposed_tokens >= 3 * 15
+        assert router.total("proposals_dropped_total") == 0
 
 
 @pytest.mark.parametrize("spoil", [0.0, 0.6])
-def test_what_was_told_wrong_is_not_used_and_moves_no_token(spoil: float) -> None:
+async def test_what_was_told_wrong_is_not_used_and_moves_no_token(spoil: float) -> None:
     """Where the text leaves the path, the drafter is asked as ever; where it does not, its word is a hint as ever."""
-
-    async def main() -> None:
-        drafter = TellingDrafter("wrong", spoil=spoil)
-        other = TellingDrafter("true", spoil=spoil, seed=1)
-        async with rig(text=TEXT, drafters={"one": [drafter], "two": [other]}, num_speculative_tokens=3) as router:
-            for temperature in (0.0, 1.0):
-                asked = request(max_tokens=80, temperature=temperature, seed=random.Random(4).randrange(1 << 30))
-                assert (await router.generate(asked)).token_ids == router.plain(asked)[0]
-            assert drafter.num_answered > 5
-            assert drafter.num_answered_ahead > 0
-            (link,) = router.pools["one"].links.values()
-            assert link.state is PeerState.READY
-            await router.nothing_left()
-
-    asyncio.run(main())
+    drafter = TellingDrafter("wrong", spoil=spoil)
+    other = TellingDrafter("true", spoil=spoil, seed=1)
+    async with rig(drafters={"one": [drafter], "two": [other]}, num_speculative_tokens=3) as router:
+        for temperature in (0.0, 1.0):
+            asked = request(max_tokens=80, temperature=temperature, seed=random.Random(4).randrange(1 << 30))
+            await router.check(asked)
+        assert drafter.num_answered > 5
+        assert drafter.num_answered_ahead > 0
+        (link,) = router.pools["one"].links.values()
+        assert link.state is PeerState.READY
 
 
 @pytest.mark.parametrize(
     ("tell", "reason", "ejected"),
     [("stale", "stale", False), ("long", "malformed", True), ("vocabulary", "vocabulary", True)],
 )
-def test_what_may_not_be_told_is_dropped_and_counted(tell: str, reason: str, ejected: bool) -> None:
+async def test_what_may_not_be_told_is_dropped_and_counted(tell: str, reason: str, ejected: bool) -> None:
     """As with an answer: what fits no question is dropped, what no drafter may say is a failure against it."""
-
-    async def main() -> None:
-        drafter = TellingDrafter(tell, spoil=0.0)
-        failures = EjectionPolicy(eject_s=600)
-        async with rig(text=TEXT, drafters={"one": [drafter]}, failures=failures, num_speculative_tokens=3) as router:
-            asked = request(max_tokens=80)
-            assert (await router.generate(asked)).token_ids == router.plain(asked)[0]
-            assert router.counter("proposals_dropped_total", drafter="one", reason=reason) >= (3 if ejected else 10)
-            (link,) = router.pools["one"].links.values()
-            assert (link.state is PeerState.EJECTED) is ejected
-            await router.nothing_left()
-
-    asyncio.run(main())
+    drafter = TellingDrafter(tell, spoil=0.0)
+    failures = EjectionPolicy(eject_s=600)
+    async with rig(drafters={"one": [drafter]}, failures=failures, num_speculative_tokens=3) as router:
+        await router.check(request(max_tokens=80))
+        assert router.counter("proposals_dropped_total", drafter="one", reason=reason) >= (3 if ejected else 10)
+        (link,) = router.pools["one"].links.values()
+        assert (link.state is PeerState.EJECTED) is ejected
 
 
 @asynccontextmanager
@@ -153,31 +133,24 @@ async def drafter_at_work(acceptance: float) -> AsyncIterator[tuple[str, Metrics
 
 
 @pytest.mark.parametrize("acceptance", [1.0, 0.8])
-def test_a_real_drafter_and_a_real_router_stay_in_step(acceptance: float) -> None:
+async def test_a_real_drafter_and_a_real_router_stay_in_step(acceptance: float) -> None:
     """Several requests at once: the texts are the target's, and what was told ahead is used."""
-
-    async def main() -> None:
-        async with (
-            drafter_at_work(acceptance) as (address, metrics),
-            rig(text=TEXT, drafters={"real": []}, wait_for_drafters=False, num_speculative_tokens=3) as router,
-        ):
-            (verifier,) = router.verifiers
-            await router.pools["real"].set_addresses([address])
-            await eventually(lambda: router.pools["real"].is_available)
-            # Until steps are long enough to draft ahead in.
-            for step_s in (0.004, 0.016, 0.064):
-                verifier.step_s = step_s
-                asked = [
-                    request(bytes([65 + index]) * 9, max_tokens=60, temperature=0.7, seed=index) for index in range(4)
-                ]
-                outcomes = await asyncio.gather(*map(router.generate, asked))
-                for one, outcome in zip(asked, outcomes, strict=True):
-                    assert outcome.token_ids == router.plain(one)[0]
-                if answers := metrics.registry.get_sample_value("moot_draft_ahead_answers_total"):
-                    break
-            assert answers
-            for reason in ("malformed", "duplicate", "unknown_session"):
-                assert router.counter("proposals_dropped_total", drafter="real", reason=reason) == 0
-            await router.nothing_left()
-
-    asyncio.run(main())
+    async with (
+        drafter_at_work(acceptance) as (address, metrics),
+        rig(drafters={"real": []}, wait_for_drafters=False, num_speculative_tokens=3) as router,
+    ):
+        (verifier,) = router.verifiers
+        await router.pools["real"].set_addresses([address])
+        await eventually(lambda: router.pools["real"].is_available)
+        # Until steps are long enough to draft ahead in.
+        for step_s in (0.004, 0.016, 0.064):
+            verifier.step_s = step_s
+            asked = [request(bytes([65 + index]) * 9, max_tokens=60, temperature=0.7, seed=index) for index in range(4)]
+            outcomes = await asyncio.gather(*map(router.generate, asked))
+            for one, outcome in zip(asked, outcomes, strict=True):
+                assert outcome.token_ids == router.plain(one)[0]
+            if answers := metrics.registry.get_sample_value("moot_draft_ahead_answers_total"):
+                break
+        assert answers
+        for reason in ("malformed", "duplicate", "unknown_session"):
+            assert router.counter("proposals_dropped_total", drafter="real", reason=reason) == 0

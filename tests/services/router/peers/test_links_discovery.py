@@ -40,36 +40,31 @@ def test_a_wrong_address_is_named(wrong: str) -> None:
         parse_source([wrong], 1, 1)
 
 
-def test_dns_names_are_looked_up() -> None:
+async def test_dns_names_are_looked_up() -> None:
     """All addresses of a name, with the port that was given."""
-
-    async def main() -> None:
-        source = parse_source(["dns:///localhost:7100"], 60, 5)
-        addresses = await anext(source.watch())
-        assert addresses & {"127.0.0.1:7100", "[::1]:7100"}
-
-    asyncio.run(main())
+    source = parse_source(["dns:///localhost:7100"], 60, 5)
+    addresses = await anext(source.watch())
+    assert addresses & {"127.0.0.1:7100", "[::1]:7100"}
 
 
-def test_a_failed_look_up_keeps_the_last_list() -> None:
-    """Nothing is yielded for a name that cannot be resolved: whoever follows keeps what it has."""
+@pytest.mark.parametrize("name", ["no-such-name.invalid", "x" * 70 + ".invalid"], ids=["unknown", "no name"])
+async def test_a_failed_look_up_keeps_the_last_list(name: str) -> None:
+    """Nothing is yielded for a name that cannot be resolved, or cannot be: whoever follows keeps what it has, and
+    the look-ups go on."""
+    unknown = DnsPeers(name, 1, interval_s=0.01, timeout_s=0.5)
+    applied: list[frozenset[str]] = []
 
-    async def main() -> None:
-        unknown = DnsPeers("no-such-name.invalid", 1, interval_s=0.01, timeout_s=0.5)
-        applied: list[frozenset[str]] = []
+    async def apply(addresses: frozenset[str]) -> None:
+        applied.append(addresses)
 
-        async def apply(addresses: frozenset[str]) -> None:
-            applied.append(addresses)
-
-        joined = JoinedPeers((StaticPeers(frozenset({"h:1"})), unknown))
-        task = asyncio.create_task(follow(joined, apply))
-        await eventually(lambda: applied)
-        await asyncio.sleep(0.1)  # some look-ups
-        task.cancel()
-        await asyncio.wait([task])
-        assert applied == [frozenset({"h:1"})]
-
-    asyncio.run(main())
+    joined = JoinedPeers((StaticPeers(frozenset({"h:1"})), unknown))
+    task = asyncio.create_task(follow(joined, apply))
+    await eventually(lambda: applied)
+    await asyncio.sleep(0.1)  # some look-ups
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait([task])
+    assert applied == [frozenset({"h:1"})]
 
 
 class Changing:
@@ -83,28 +78,14 @@ class Changing:
             yield await self.lists.get()
 
 
-def test_joined_sources_yield_their_union() -> None:
+async def test_joined_sources_yield_their_union() -> None:
     """A change of one source keeps what the others said last."""
-
-    async def main() -> None:
-        first, second = Changing(), Changing()
-        watching = JoinedPeers((first, second)).watch()
-        first.lists.put_nowait(frozenset({"a:1"}))
-        assert await anext(watching) == {"a:1"}
-        second.lists.put_nowait(frozenset({"b:1"}))
-        assert await anext(watching) == {"a:1", "b:1"}
-        first.lists.put_nowait(frozenset({"a:2"}))
-        assert await anext(watching) == {"a:2", "b:1"}
-        await watching.aclose()
-
-    asyncio.run(main())
-
-
-def test_a_name_that_cannot_be_is_a_failed_look_up() -> None:
-    """Not even a name that is no name ends the look-ups: the last list stays."""
-
-    async def main() -> None:
-        peers = DnsPeers("x" * 70 + ".invalid", 7100, interval_s=0.01, timeout_s=5)
-        assert await peers._look_up() == frozenset()
-
-    asyncio.run(main())
+    first, second = Changing(), Changing()
+    watching = JoinedPeers((first, second)).watch()
+    first.lists.put_nowait(frozenset({"a:1"}))
+    assert await anext(watching) == {"a:1"}
+    second.lists.put_nowait(frozenset({"b:1"}))
+    assert await anext(watching) == {"a:1", "b:1"}
+    first.lists.put_nowait(frozenset({"a:2"}))
+    assert await anext(watching) == {"a:2", "b:1"}
+    await watching.aclose()

@@ -8,11 +8,11 @@ from redis.asyncio import Redis
 
 from services.router.store.connection import pack
 
+CONNECTION = Redis().connection_pool.make_connection()
 arguments = st.one_of(st.integers(-(2**63), 2**63 - 1), st.binary(max_size=40), st.text(max_size=40))
 
 
 @given(st.lists(arguments, max_size=8))
 def test_a_command_is_packed_as_the_library_packs_it(rest: list[int | bytes | str]) -> None:
     """The same bytes, whatever the arguments hold: lengths are of bytes, not of characters."""
-    connection = Redis().connection_pool.make_connection()
-    assert pack(("FCALL", *rest)) == b"".join(connection.pack_commands([("FCALL", *rest)]))
+    assert pack(("FCALL", *rest)) == b"".join(CONNECTION.pack_commands([("FCALL", *rest)]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moot.core.errors import NoCapacity, StoreError
 from moot.core.types import FinishReason
 from services.router.store import DurableStore, MemoryStore, StoreConfig, open_store
-from tests.services.router.store.store_server import Server, config, record, run
+from tests.services.router.store.store_server import Server, opened, record
 
 STOP = FinishReason.STOP
 _numbers = itertools.count()
@@ -43,56 +43,42 @@ def test_same_calls_same_answers(shared_server: Server, steps: list[tuple[Any, .
     """One protocol, one behaviour: the rounds need not know which store they use."""
 
     async def scenario() -> None:
-        request_id = f"m-{next(_numbers)}"
-        durable = await open_store(config(shared_server, upkeep_interval_s=60))
-        memory = await open_store(StoreConfig())
-        await durable.create(record(request_id))
-        await memory.create(record(request_id))
-        for step in steps:
-            assert await apply(durable, request_id, step) == await apply(memory, request_id, step), step
-        await durable.close()
+        request_id, memory = f"m-{next(_numbers)}", MemoryStore()
+        async with opened(shared_server, upkeep_interval_s=60) as durable:
+            await durable.create(record(request_id))
+            await memory.create(record(request_id))
+            for step in steps:
+                assert await apply(durable, request_id, step) == await apply(memory, request_id, step), step
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
-def test_nothing_is_called_durable() -> None:
+async def test_nothing_is_called_durable() -> None:
     """What dies with the process must not be reported as kept."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        assert not await store.create(record())
-        assert not await store.commit("r1", 1, 0, [1])
-
-    run(scenario())
+    store = MemoryStore()
+    assert not await store.create(record())
+    assert not await store.commit("r1", 1, 0, [1])
+    assert isinstance(await open_store(StoreConfig()), MemoryStore)
 
 
-def test_claim_after_the_lease() -> None:
+async def test_claim_after_the_lease() -> None:
     """A resumed request gets a new epoch here too."""
-
-    async def scenario() -> None:
-        store = MemoryStore(lease_s=0.0)
-        await store.create(record())
-        assert await store.claim("r1") == record(epoch=2)
-
-    run(scenario())
+    store = MemoryStore(lease_s=0.0)
+    await store.create(record())
+    assert await store.claim("r1") == record(epoch=2)
 
 
-def test_room_is_bounded() -> None:
+async def test_room_is_bounded() -> None:
     """Finished records make room, and those that nobody works on; running ones do not."""
-
-    async def scenario() -> None:
-        store = MemoryStore(max_records=2)
-        await store.create(record("a"))
-        await store.create(record("b"))
-        with pytest.raises(NoCapacity):
-            await store.create(record("c"))
-        await store.commit("b", 1, 0, [1], STOP)
+    store = MemoryStore(max_records=2)
+    await store.create(record("a"))
+    await store.create(record("b"))
+    with pytest.raises(NoCapacity):
         await store.create(record("c"))
-        assert await store.load("b") is None
-        assert await store.load("a") == record("a")
-        store.release("a")
-        await store.create(record("d"))
-        assert await store.load("a") is None
-        await asyncio.sleep(0)
-
-    run(scenario())
+    await store.commit("b", 1, 0, [1], STOP)
+    await store.create(record("c"))
+    assert await store.load("b") is None
+    assert await store.load("a") == record("a")
+    store.release("a")
+    await store.create(record("d"))
+    assert await store.load("a") is None

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from moot.core.errors import InvalidRequest, StoreError
 from moot.core.types import FinishReason, SamplingParams
 from services.router.store.records import (
-    Keys,
     decode_params,
     decode_record,
     encode_fields,
     encode_params,
+    keys_of,
     pack_ids,
     unpack_ids,
 )
@@ -81,9 +81,9 @@ def test_damage_is_refused(length: int, prompt: list[int], spans: list[tuple[byt
 def test_key_syntax_in_a_request_id_is_refused(request_id: str) -> None:
     """An id that reaches into the syntax of keys could name another request's keys."""
     with pytest.raises(InvalidRequest):
-        Keys.of("moot", request_id)
+        keys_of("moot", request_id)
 
 
 def test_keys_of_a_request_share_one_hash_tag() -> None:
     """A function may only touch keys of one node of a cluster."""
-    assert Keys.of("rel", "r1") == ("rel:{r1}", "rel:{r1}:p", "rel:{r1}:t")
+    assert keys_of("rel", "r1") == ("rel:{r1}", "rel:{r1}:p", "rel:{r1}:t")

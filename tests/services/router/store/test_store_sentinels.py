@@ -15,11 +15,11 @@ from redis.asyncio.sentinel import MasterNotFoundError, SentinelConnectionPool
 from moot.core.errors import ConfigError, StoreUnavailable
 from moot.core.options import make_config
 from services.router.config import RouterConfig
-from services.router.store import DurableStore, StoreConfig, open_store
+from services.router.store import StoreConfig
 from services.router.store.connection import RedisConnection, Sentinels, pool_of
 from tests.integration.sentinel_group import MASTER, Group
 from tests.integration.store_certificates import make_certificates
-from tests.services.router.store.store_server import Server, config, record, run
+from tests.services.router.store.store_server import Server, begin, from_server, opened, record, synced
 from tests.waiting import GIVE_UP_S, eventually
 
 
@@ -36,16 +36,6 @@ def sentinel_config(group: Group, **changes: Any) -> StoreConfig:
     return StoreConfig(**(values | changes))
 
 
-@asynccontextmanager
-async def opened(made: StoreConfig) -> AsyncIterator[DurableStore]:
-    store = await open_store(made)
-    assert isinstance(store, DurableStore)
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     """With passwords. One test, the last of those that use it, kills its master."""
@@ -54,69 +44,52 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     made.close()
 
 
-def test_passwords_of_servers_and_sentinels_are_their_own(group: Group) -> None:
+async def test_passwords_of_servers_and_sentinels_are_their_own(group: Group) -> None:
     """The url's is the servers'; a wrong one, of either, is an unreachable store, and no error."""
-
-    async def scenario() -> None:
-        async with opened(sentinel_config(group)) as store:
-            assert await store.create(record("first"))
-        for wrong in ({"sentinel_password": "other"}, {"sentinel_password": None}, {"url": "redis://:other@anything"}):
-            async with opened(sentinel_config(group, **wrong)) as store:
-                assert not store.up
-                with pytest.raises(StoreUnavailable):
-                    await store.load("first")
-
-    run(scenario())
+    async with opened(sentinel_config(group)) as store:
+        assert await store.create(record("first"))
+    for wrong in ({"sentinel_password": "other"}, {"sentinel_password": None}, {"url": "redis://:other@anything"}):
+        async with opened(sentinel_config(group, **wrong)) as store:
+            assert not store.up
+            with pytest.raises(StoreUnavailable):
+                await store.load("first")
 
 
-def test_after_a_failover_the_new_master_gets_what_it_missed(group: Group) -> None:
+async def test_after_a_failover_the_new_master_gets_what_it_missed(group: Group) -> None:
     """C29: the master dies, and its last commits with it: nothing is raised into running requests, commits go to the
     replica that follows it, and every record is whole there."""
-
-    async def scenario() -> None:
-        async with opened(sentinel_config(group)) as store:
-            assert store.up
-            assert await store.create(record())
-            assert await store.commit("r1", 1, 0, [1, 2])
-            await eventually(lambda: group.servers[1].client().exists("moot:{r1}"))
-            go_on = group.lose_the_tail()
-            assert await store.commit("r1", 1, 2, [3, 4])
-            group.servers[0].kill()
-            go_on()
-            assert group.servers[1].client().xlen("moot:{r1}:t") == 1, "the last commit got through"
-            assert not await store.commit("r1", 1, 4, [5])
-            assert not await store.create(record("r2"))
-            await asyncio.to_thread(group.wait_failover)
-            await eventually(lambda: store.up and store.num_unsynced == 0)
-            assert await store.commit("r1", 1, 5, [6])
-            assert await store.create(record("r3"))
-        url = f"redis://:serverword@127.0.0.1:{group.servers[1].port}"
-        async with opened(StoreConfig(url=url, timeout_s=GIVE_UP_S)) as there:
-            assert await there.load("r1") == record(output_token_ids=(1, 2, 3, 4, 5, 6))
-            assert await there.load("r2") == record("r2")
-            assert await there.load("r3") == record("r3")
-
-    run(scenario())
+    async with opened(sentinel_config(group)) as store:
+        assert store.up
+        assert await begin(store, [1, 2])
+        await eventually(lambda: group.servers[1].client().exists("moot:{r1}"))
+        go_on = group.lose_the_tail()
+        assert await store.commit("r1", 1, 2, [3, 4])
+        group.servers[0].kill()
+        go_on()
+        assert group.servers[1].client().xlen("moot:{r1}:t") == 1, "the last commit got through"
+        assert not await store.commit("r1", 1, 4, [5])
+        assert not await store.create(record("r2"))
+        await asyncio.to_thread(group.wait_failover)
+        await synced(store)
+        assert await store.commit("r1", 1, 5, [6])
+        assert await store.create(record("r3"))
+    there = StoreConfig(url=f"redis://:serverword@127.0.0.1:{group.servers[1].port}", timeout_s=GIVE_UP_S)
+    assert await from_server(there) == record(output_token_ids=(1, 2, 3, 4, 5, 6))
+    for other in ("r2", "r3"):
+        assert await from_server(there, other) == record(other)
 
 
-class Told:
-    """Servers that answer like sentinels, each what it is told: `host:port`, None for an unknown name, or "silent"."""
-
-    def __init__(self, *answers: str | None) -> None:
-        self._answers = answers
-        self._servers: list[asyncio.Server] = []
-        self.addresses: list[tuple[str, int]] = []
-
-    async def __aenter__(self) -> Told:
-        for answer in self._answers:
-            server = await asyncio.start_server(lambda r, w, answer=answer: speak(r, w, answer), "127.0.0.1", 0)
-            self._servers.append(server)
-            self.addresses.append(server.sockets[0].getsockname()[:2])
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        for server in self._servers:
-            server.close()
+@asynccontextmanager
+async def told(*answers: str | None, tls: ssl.SSLContext | None = None) -> AsyncIterator[list[tuple[str, int]]]:
+    """The addresses of servers that answer like sentinels, each what it is told: `host:port`, None for an unknown name,
+    or "silent"."""
+    servers = [
+        await asyncio.start_server(lambda r, w, answer=answer: speak(r, w, answer), "127.0.0.1", 0, ssl=tls)
+        for answer in answers
+    ]
+    yield [server.sockets[0].getsockname()[:2] for server in servers]
+    for server in servers:
+        server.close()
 
 
 async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: str | None) -> None:
@@ -152,83 +125,65 @@ async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answ
     ],
     ids=str,
 )
-def test_most_sentinels_are_believed(answers: tuple[str | None, ...], named: tuple[str, int] | None) -> None:
+async def test_most_sentinels_are_believed(answers: tuple[str | None, ...], named: tuple[str, int] | None) -> None:
     """One that was cut off and still names the old master is outvoted; one that says nothing holds nobody up for
     longer than the bound, and nobody at all where the others agree."""
-
-    async def scenario() -> None:
-        async with Told(*answers) as told:
-            enough = answers.count("a:1") * 2 > len(answers)
-            sentinels = Sentinels(told.addresses, 3600.0 if enough else 1.0, protocol=2, driver_info=None)
-            if named is None:
-                with pytest.raises(MasterNotFoundError):
-                    await sentinels.discover_master(MASTER)
-            else:
-                async with asyncio.timeout(GIVE_UP_S):
-                    assert await sentinels.discover_master(MASTER) == named
-
-    run(scenario())
+    async with told(*answers) as addresses:
+        enough = answers.count("a:1") * 2 > len(answers)
+        sentinels = Sentinels(addresses, 3600.0 if enough else 1.0, protocol=2, driver_info=None)
+        if named is None:
+            with pytest.raises(MasterNotFoundError):
+                await sentinels.discover_master(MASTER)
+        else:
+            async with asyncio.timeout(GIVE_UP_S):
+                assert await sentinels.discover_master(MASTER) == named
 
 
-def test_sentinels_speak_tls_as_the_server_does(tmp_path: Path) -> None:
+async def test_sentinels_speak_tls_as_the_server_does(tmp_path: Path) -> None:
     """rediss://: sentinels, too, must prove who they are by the same authority."""
     ours, theirs = make_certificates(tmp_path / "ours"), make_certificates(tmp_path / "theirs")
-
-    async def scenario() -> None:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(ours / "tls.crt", ours / "tls.key")
-        server = await asyncio.start_server(lambda r, w: speak(r, w, None), "127.0.0.1", 0, ssl=context)
-        port = server.sockets[0].getsockname()[1]
-        sentinel = await asyncio.start_server(
-            lambda r, w: speak(r, w, f"127.0.0.1:{port}"), "127.0.0.1", 0, ssl=context
-        )
-        address = f"127.0.0.1:{sentinel.sockets[0].getsockname()[1]}"
-        for certificates, is_good in ((ours, True), (theirs, False)):
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(ours / "tls.crt", ours / "tls.key")
+    async with (
+        told(None, tls=context) as [(_, port)],
+        told(f"127.0.0.1:{port}", tls=context) as [(_, sentinel_port)],
+    ):
+        for certificates in (ours, theirs):
+            url = f"rediss://anything/0?ssl_ca_certs={certificates / 'ca.crt'}"
             connection = RedisConnection(
                 StoreConfig(
-                    url=f"rediss://anything/0?ssl_ca_certs={certificates / 'ca.crt'}",
-                    sentinels=(address,),
+                    url=url,
+                    sentinels=(f"127.0.0.1:{sentinel_port}",),
                     sentinel_master=MASTER,
                     timeout_s=GIVE_UP_S,
                     connect_timeout_s=GIVE_UP_S,
                 )
             )
-            if is_good:
+            if certificates is ours:
                 assert await connection.send([("PING",)]) in (["PONG"], [b"PONG"])
             else:
                 with pytest.raises(MasterNotFoundError):
                     await connection.send([("PING",)])
             await connection.drop()
-        for one in (server, sentinel):
-            one.close()
-
-    run(scenario())
 
 
-def test_a_server_that_follows_another_takes_no_commit(server: Server, tmp_path: Path) -> None:
+async def test_a_server_that_follows_another_takes_no_commit(server: Server, tmp_path: Path) -> None:
     """C29: the server behind the address becomes a replica: the store is down and says so, steadily; when it is a
     master again, emptied by the one that it followed, the record is whole."""
     (tmp_path / "other").mkdir()
     other = Server(tmp_path / "other")
-
-    async def scenario() -> None:
-        changes: list[bool] = []
-        store = await open_store(config(server), changes.append)
-        assert isinstance(store, DurableStore)
-        assert await store.create(record())
-        server.client().replicaof("127.0.0.1", other.port)
-        assert not await store.commit("r1", 1, 0, [1, 2])
-        await asyncio.sleep(0.3)  # several probes: none of them may take it for a server
-        assert changes == [True, False]
-        server.client().replicaof("NO", "ONE")
-        await eventually(lambda: store.up and store.num_unsynced == 0)
-        assert await store.commit("r1", 1, 2, [3])
-        await store.close()
-        async with opened(config(server)) as fresh:
-            assert await fresh.load("r1") == record(output_token_ids=(1, 2, 3))
-
+    changes: list[bool] = []
     try:
-        run(scenario())
+        async with opened(server, changes.append) as store:
+            assert await store.create(record())
+            server.client().replicaof("127.0.0.1", other.port)
+            assert not await store.commit("r1", 1, 0, [1, 2])
+            await asyncio.sleep(0.3)  # several probes: none of them may take it for a server
+            assert changes == [True, False]
+            server.client().replicaof("NO", "ONE")
+            await synced(store)
+            assert await store.commit("r1", 1, 2, [3])
+        assert await from_server(server) == record(output_token_ids=(1, 2, 3))
     finally:
         other.kill()
 
@@ -257,17 +212,13 @@ def test_flags_that_do_not_fit_are_refused(mistake: str) -> None:
         make_config(RouterConfig, model="m", verifiers=("h:1",), **flags)
 
 
-def test_the_flags_reach_the_store() -> None:
+async def test_the_flags_reach_the_store() -> None:
     """Without --redis-url the server has no password; IPv6 in brackets is an address."""
     flags = {"redis_sentinels": ("[fd00::1]:26379", "b:26379"), "redis_sentinel_master": "m"}
     made = make_config(RouterConfig, model="m", verifiers=("h:1",), redis_sentinel_password="p", **flags).store
     assert made.keeps_records
     assert (made.server_url, made.sentinel_master, made.sentinel_password) == ("redis://", "m", "p")
     assert "'p'" not in repr(made)
-
-    async def scenario() -> None:
-        assert isinstance(pool_of(made), SentinelConnectionPool)
-        with pytest.raises(ConfigError, match="unix://"):
-            RedisConnection(StoreConfig(url="unix:///x", sentinels=("a:1",), sentinel_master="m"))
-
-    run(scenario())
+    assert isinstance(pool_of(made), SentinelConnectionPool)
+    with pytest.raises(ConfigError, match="unix://"):
+        RedisConnection(StoreConfig(url="unix:///x", sentinels=("a:1",), sentinel_master="m"))
