@@ -72,7 +72,11 @@ class SystemConfig(Options):
         "run in the verifier, kinds without a model in the router, others as processes",
     )
     drafter_processes: bool = option(False, help="every drafter as a process of its own, as its pods are on a cluster")
+    vote: str = option_of(SpeculationOptions, "vote")
     shape: str = option_of(SpeculationOptions, "shape")
+    weights: str = option_of(SpeculationOptions, "weights")
+    length: str = option_of(SpeculationOptions, "length")
+    asks: str = option_of(SpeculationOptions, "asks")
     proposal_width: int = option_of(CollectionPolicy, "width")
     api_key: tuple[str, ...] = option((), help="keys that callers of the API must show (none: every caller may)")
     redis_url: str | None = option(
@@ -239,7 +243,8 @@ def _router_flags(
             ",".join(f"{child.name.removeprefix('drafter-')}={LOOPBACK}:{child.port}" for child in drafters),
         ),
         *("--in-process-drafters", ",".join(map(str, local_drafters.in_router))),
-        *("--shape", config.shape, "--proposal-width", str(config.proposal_width)),
+        *("--vote", config.vote, "--shape", config.shape, "--weights", config.weights, "--length", config.length),
+        *("--asks", config.asks, "--proposal-width", str(config.proposal_width)),
         *("--redis-url", "none" if store_url == NO_STORE else store_url),
         *("--log-level", config.log_level),
     ]

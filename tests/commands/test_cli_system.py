@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from redis import Redis
 
 from moot.commands import common, embedded_store
 from moot.commands.drafters import drafter_rows
+from moot.commands.system import SystemConfig, _router_flags, drafters_of
+from moot.config import load_config
 from moot.core.errors import ConfigError
+from moot.core.options import make_config
 from moot.runtime.metrics import Metrics
 from moot.runtime.supervisor import Supervisor
+from services.router.config import RouterConfig
 
 
 def test_the_embedded_store_is_private_and_bounded(tmp_path: Path) -> None:
@@ -74,3 +79,13 @@ def test_a_table_is_aligned() -> None:
         "a       10",
         "longer   9",
     ]
+
+
+def test_a_served_system_votes_as_its_flags_say() -> None:
+    """The router of `moot serve` gets vote, shape, weights, length and whom to ask as asked for, by flags that it
+    knows."""
+    wanted = {"vote": "majority", "shape": "siblings", "weights": "minions", "length": "fixed", "asks": "all"}
+    config = make_config(SystemConfig, drafters=("suffix",), **wanted)
+    flags = _router_flags(config, "model", SimpleNamespace(port=7100), (), drafters_of(config), "none")
+    router = load_config(RouterConfig, flags, prog="router")
+    assert {name: getattr(router.speculation, name) for name in wanted} == wanted
