@@ -3,7 +3,8 @@
 python tools/results_age.py            write it
 python tools/results_age.py --check    exit status 1 if a page does not say it, or says what is not so
 
-Under its title a page has the command and the commit that was measured. What counts are the paths that its bench
+Under its title, and under the heading of each section, a page has the command and the commit that was measured; a title
+over sections may have none. What counts are the paths that its bench
 declares today (`BENCH = Bench(..., measures=...)`): without its bench no page can stay. A page that says that it is old
 names the last commit that it counts: later ones make it no less true.
 """
@@ -20,10 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 BY_HAND = ("README.md", "log.md")
+_HEADING = re.compile(r"^#+ .*\n\n", re.MULTILINE)
 _MADE = re.compile(
-    r"# \w+\n\n`python -m (?:lab\.)?bench\.(?P<bench>\w+).*` at (?P<commit>[0-9a-f]{7,40})\b.*\n(?P<age>(?:.+\n)*)\n"
+    r"#+ \w+\n\n`python -m (?:lab\.)?bench\.(?P<bench>\w+).*` at (?P<commit>[0-9a-f]{7,40})\b.*\n(?P<age>(?:.+\n)*)\n"
 )
-_TOLD = re.compile(r"by (?P<count>\d+) commits? \(the last: (?P<last>[0-9a-f]+)\)")
+_TOLD = re.compile(r"(?P<count>\d+) commits? older\*\* than its code \((?P<last>[0-9a-f]+)\)")
 
 
 def declared(folder: Path) -> dict[str, tuple[str, ...]]:
@@ -57,7 +59,7 @@ class History:
         if not (names := self.touched(paths, commit)):
             return ""
         count = len(self.touched(paths, commit, names[0]))
-        return f"**Older than its code** by {count} commit{'s' * (count > 1)} (the last: {names[0]}).\n"
+        return f"**{count} commit{'s' * (count > 1)} older** than its code ({names[0]}).\n"
 
     def is_so(self, text: str, commit: str, paths: Sequence[str]) -> bool:
         """Whether a page says that it is old if it is, and how old it was at the commit that it names."""
@@ -69,13 +71,17 @@ class History:
             return False
 
 
-def parts(page: str, benches: Mapping[str, Sequence[str]]) -> tuple[str, Sequence[str], re.Match[str]]:
-    """Commit, paths, and what the page's head matches, its age among it. Raises ValueError for a page without the
-    command of a bench that there is."""
-    made = _MADE.match(page)
-    if made is None or made["bench"] not in benches:
-        raise ValueError("no command of a bench that there is under its title")
-    return made["commit"], benches[made["bench"]], made
+def parts(page: str, benches: Mapping[str, Sequence[str]]) -> list[re.Match[str]]:
+    """What the heads of a page and of its sections match: bench, commit, age. Raises ValueError where one is without
+    the command of a bench that there is."""
+    headings = list(_HEADING.finditer(page))
+    if headings[1:] and not page.startswith("`", headings[0].end()):
+        del headings[0]
+    found = [_MADE.match(page, heading.start()) for heading in headings]
+    made = [one for one in found if one is not None and one["bench"] in benches]
+    if not made or len(made) < len(found):
+        raise ValueError("no command of a bench that there is under its title, or under a heading")
+    return made
 
 
 def checked(root: Path, results: Path, *, write: bool) -> list[str]:
@@ -86,11 +92,15 @@ def checked(root: Path, results: Path, *, write: bool) -> list[str]:
         if path.name in BY_HAND:
             continue
         page = path.read_text()
-        commit, paths, made = parts(page, benches)
-        if write:
-            path.write_text(page[: made.start("age")] + history.age(commit, paths) + page[made.end("age") :])
-        if not history.is_so(made["age"], commit, paths):
+        made = parts(page, benches)
+        if not all(history.is_so(one["age"], one["commit"], benches[one["bench"]]) for one in made):
             wrong.append(path.name)
+        if write:
+            # From the last on, so that the places of those before stay.
+            for one in reversed(made):
+                age = history.age(one["commit"], benches[one["bench"]])
+                page = page[: one.start("age")] + age + page[one.end("age") :]
+            path.write_text(page)
     return wrong
 
 

@@ -226,8 +226,7 @@ class Metrics:
     e2e_request_latency_seconds = _histogram("Seconds from a request's arrival to its end.", LATENCY_BUCKETS)
     requests = _counter("Requests that ended.", finish_reason=[reason.value for reason in FinishReason])
     requests_refused = _counter(
-        "Requests answered with an error before anything was generated, by HTTP status (gRPC "
-        "calls by the status that corresponds).",
+        "Requests answered with an error before anything was generated, by HTTP status (gRPC: the one like it).",
         code=REFUSAL_CODES,
     )
     requests_turned_away = _counter(
@@ -244,8 +243,8 @@ class Metrics:
     accepted_tokens = _counter("Draft tokens accepted by the target; the next token of a round is not counted.")
     accepted_tokens_per_position = _counter("Draft tokens accepted, by their depth in the draft, from 0.", "position")
     plain_decoding_seconds = _counter(
-        "Estimated seconds that plain decoding would have taken for the tokens of the rounds; divided by the "
-        "seconds of the rounds (moot_round_duration_seconds_sum) it is the speed-up by speculation."
+        "Estimated seconds of plain decoding for the tokens of the rounds; over moot_round_duration_seconds_sum it is "
+        "the speed-up."
     )
     proposal_tokens = _counter("Tokens that a drafter proposed.", "drafter")
     proposals_accepted_tokens = _counter("Leading tokens of a drafter's proposals that the target emitted.", "drafter")
@@ -255,11 +254,11 @@ class Metrics:
         "Proposals dropped before the vote, and why.", "drafter", "reason", by=(ROUTER, VERIFIER)
     )
     drafter_ejections = _counter(
-        "Times that a replica of this drafter was ejected: not asked for a while after late or malformed answers.",
+        "Times that a replica of this drafter was ejected for a while after late or malformed answers.",
         "drafter",
     )
     drafters_left_out = _gauge(
-        "1 while this drafter is left out, so that rounds ask it only now and then to try it; the reason says why.",
+        "1 while this drafter is left out: asked only now and then to try it; the reason says why.",
         "drafter",
         "reason",
     )
@@ -275,14 +274,14 @@ class Metrics:
         "Seconds that a stage of a round takes (stage: draft, verify).", LATENCY_BUCKETS, "stage"
     )
     round_turn_seconds = _tallies(
-        "Seconds that the router takes from reading the message that a round waited for to writing its next "
-        "command (stage: propose, verify).",
+        "Seconds of the router from reading what a round waited for to writing its next command (stage: propose, "
+        "verify).",
         TURN_BUCKETS,
         "stage",
     )
     pool_depth = _gauge("Drafts waiting to be verified; at a verifier the sessions with work.", by=(ROUTER, VERIFIER))
     answers_dropped = _counter(
-        "Answers of verifiers, and at a verifier commands of routers, dropped because they fit no open wait, and why.",
+        "Answers of verifiers, and at a verifier commands of routers, that fit no open wait, and why.",
         "role",
         "reason",
         by=(ROUTER, VERIFIER),
@@ -298,9 +297,7 @@ class Metrics:
         reason=("missed", "stuck"),
     )
     request_moves = _counter("Requests moved to another verifier, and why.", reason=MOVE_REASONS)
-    state_store_up = _gauge(
-        "1 while the store of request records answers; 0 while it does not, or where there is none."
-    )
+    state_store_up = _gauge("1 while the store of request records answers; 0 also where there is none.")
     store_commit_seconds = _tally(
         "Seconds to write a round's committed tokens to the record, in the store or in memory.", LATENCY_BUCKETS
     )
@@ -320,8 +317,8 @@ class Metrics:
     prefix_cache_queries = _counter("Prompt tokens looked up in the prefix cache.", by=(VERIFIER,))
     prefix_cache_hits = _counter("Prompt tokens found in the prefix cache.", by=(VERIFIER,))
     out_of_memory = _counter(
-        "Allocations that failed, by cost: a step repeated smaller, a draft or a request given up, blocks of a "
-        "prompt not shared (prefix), an attached drafter that abstained.",
+        "Allocations that failed, by cost: a step repeated smaller, a draft or a request given up, blocks not "
+        "shared (prefix), an attached drafter that abstained.",
         cost=OUT_OF_MEMORY,
         by=(VERIFIER,),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 
 from moot.core.errors import ConfigError
 from moot.core.types import SamplingParams
-from moot.drafters.interface import Ask
-from moot.drafters.registry import BUILT_IN_KINDS, attached_kinds, create, known_kinds
+from moot.drafters.attached.kinds import load_attached_kind
+from moot.drafters.interface import Ask, DrafterOptions
+from moot.drafters.registry import BUILT_IN_KINDS, attached_kinds, create, known_kinds, load_kind
 
 PAGES = Path(__file__).parents[2] / "docs" / "drafters"
 DOCUMENT = (PAGES / "writing.md").read_text()
@@ -64,9 +66,14 @@ def test_the_example_is_thirty_lines_and_proposes(installed: Path) -> None:
 
 @pytest.mark.parametrize("kind", [*BUILT_IN_KINDS, *attached_kinds()])
 def test_every_built_in_kind_has_its_page(kind: str) -> None:
-    """No kind without what it is, what it costs and when it pays; the overview has it in its table."""
+    """No kind without what it is, when it pays and every option of its own; the overview has it in its table."""
     page = (PAGES / f"{kind}.md").read_text()
     assert page.startswith(f"# `{kind}`: ")
     assert "**Pays" in page
-    assert "**Files:**" in page
+    options = (load_attached_kind if kind in attached_kinds() else load_kind)(kind).options
+    own = {field.name for field in dataclasses.fields(options)} - {
+        field.name for field in dataclasses.fields(DrafterOptions)
+    }
+    assert own
+    assert [name for name in sorted(own) if f"`{name}`" not in page] == []
     assert f"\n| [`{kind}`]({kind}.md) |" in (PAGES / "README.md").read_text()

@@ -57,8 +57,8 @@ CASES = {
 HEAD = """# Known kinds of mistakes, and the tests that keep them out
 
 Each case is a kind of mistake that people met who serve models with speculative decoding. A test keeps a case when its
-docstring, or the head of its file, names it. `python tests/integration/cases_table.py` makes this page, and with a
-number as argument prints the tests of that case.
+docstring, or the head of its file, names it. `python tests/integration/cases_table.py` makes this page;
+with a number it prints the tests of that case.
 
 | case | right | tests |
 |---|---|---|

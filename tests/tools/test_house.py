@@ -398,15 +398,15 @@ def test_7_what_is_made_may_be_long(build: Build, page: str, text: str) -> None:
 
 
 def test_the_map_has_a_line_for_each_folder(tmp_path: Path) -> None:
-    """The first sentence of each; what protoc makes and the rooms of the benches are left out."""
+    """The first sentence of each, below its parent's; what protoc makes and the rooms of the benches are left out."""
     write_files(tmp_path, {"lab/__init__.py": '"""Measurements\nof anyone.\n\nMore."""', "moot/v1/__init__.py": ""})
     write_files(tmp_path, {f"lab/bench/{room}__init__.py": '"""Benches."""' for room in ("", "router/")})
     lines = folder_map(tmp_path).split("\n")
     assert lines[1:-1] == [
         "- `lab/`: Measurements of anyone.",
-        "- `lab/bench/`: Benches.",
+        "  - `bench/`: Benches.",
         "- `moot/`: The whole.",
-        "- `moot/core/`: The algorithms.",
+        "  - `core/`: The algorithms.",
     ]
 
 
@@ -433,7 +433,7 @@ def test_the_command_writes_the_map_and_says_by_its_status_whether_the_rule_is_k
     assert (without_map.returncode, without_map.stdout) == (1, "")
     assert "docs/architecture.md does not map the folders: make docs" in without_map.stderr
     assert house(tmp_path, "--write").returncode == 0
-    assert "- `moot/core/`: The algorithms.\n" in (tmp_path / "docs" / "architecture.md").read_text()
+    assert "  - `core/`: The algorithms.\n" in (tmp_path / "docs" / "architecture.md").read_text()
     kept = house(tmp_path, "--check")
     assert (kept.returncode, kept.stdout, kept.stderr) == (0, "", "")
     write_files(tmp_path, {NOISE: LONG, "README.md": "x" * (MAX_PAGE_BYTES + 1)})

@@ -64,7 +64,7 @@ def test_a_page_says_what_was_touched_since(clone: Clone) -> None:
     assert clone.wrong() == ["speed.md"]
     clone.wrong(write=True)
     assert clone.wrong() == []
-    assert f"**Older than its code** by 2 commits (the last: {last}).\n" in clone.page.read_text()
+    assert f"**2 commits older** than its code ({last}).\n" in clone.page.read_text()
 
 
 def test_later_commits_leave_it_true(clone: Clone) -> None:
@@ -74,10 +74,10 @@ def test_later_commits_leave_it_true(clone: Clone) -> None:
     clone.commit("code/a.py", "three")
     clone.commit("other.py", "two")
     assert clone.wrong() == []
-    assert "by 1 commit (" in clone.page.read_text()
+    assert "**1 commit older**" in clone.page.read_text()
 
 
-@pytest.mark.parametrize(("said", "instead"), [("by 1 ", "by 7 "), ("(the last: ", "(the last: abcdef"), ("by 1 ", "")])
+@pytest.mark.parametrize(("said", "instead"), [("**1 ", "**7 "), ("its code (", "its code (abcdef"), ("**1 ", "**")])
 def test_what_is_not_so_is_found(clone: Clone, said: str, instead: str) -> None:
     """A wrong count, a commit that there is not, and a sentence that says no count."""
     clone.commit("code/a.py", "two")
@@ -102,7 +102,28 @@ def test_a_renamed_path_is_followed_by_the_bench(clone: Clone) -> None:
     assert clone.wrong() == ["speed.md"]
     clone.commit("renamed/a.py", "two")
     clone.wrong(write=True)
-    assert "by 2 commits (" in clone.page.read_text()
+    assert "**2 commits older**" in clone.page.read_text()
+
+
+def test_sections_have_their_own_age(clone: Clone) -> None:
+    """Each section of a page says how old it is by its own commit; a title over sections needs no command of its own,
+    a section does."""
+    last = clone.commit("code/a.py", "two")
+    sections = [
+        f"## {name}\n\n`python -m lab.bench.speed` at {at}\n\nText.\n"
+        for name, at in (("old", clone.measured), ("new", last))
+    ]
+    clone.page.write_text("\n".join(["# speed\n\nHow fast it is.\n", *sections]))
+    assert clone.wrong() == ["speed.md"]
+    clone.wrong(write=True)
+    assert clone.wrong() == []
+    told = f"at {clone.measured}\n**1 commit older** than its code ({last}).\n\nText."
+    assert clone.page.read_text() == "\n".join(["# speed\n\nHow fast it is.\n", *sections]).replace(
+        f"at {clone.measured}\n\nText.", told
+    )
+    clone.page.write_text(clone.page.read_text() + "\n## third\n\nText.\n")
+    with pytest.raises(ValueError, match="of a bench that there is"):
+        clone.wrong()
 
 
 @pytest.mark.parametrize("said", ["`python -m bench.speed --model tiny`", "speed --model"])

@@ -40,13 +40,14 @@ def figures(tree: Tree) -> str:
 
 
 def folder_map(root: Path) -> str:
-    """A Markdown list: the folder's path and the sentence of its `__init__`, a folder before those in it."""
+    """A Markdown list: each folder's name and the sentence of its `__init__`, below the folder that it lies in."""
     inits = [path for name in MAPPED for path in (root / name).rglob("__init__.py")]
     lines = []
     for folder, init in sorted((path.parent.relative_to(root), path) for path in inits):
         if folder.as_posix() != GENERATED and not folder.as_posix().startswith(BENCHES):
             docstring = ast.get_docstring(ast.parse(init.read_text())) or ""
-            lines.append(f"- `{folder.as_posix()}/`: {first_sentence(docstring)}".rstrip())
+            indent = "  " * (len(folder.parts) - 1)
+            lines.append(f"{indent}- `{folder.name}/`: {first_sentence(docstring)}".rstrip())
     return "\n".join(["", *lines, ""])
 
 

@@ -91,13 +91,13 @@ class Bench:
         argv: Sequence[str] | None = None,
     ) -> None:
         """Write JSON, page and picture, and print the page. `picture`: the column that it shows; `draw`: what fills
-        its matplotlib Figure instead. `part`: of a bench that has several pages."""
+        its matplotlib Figure instead. `part`: the section of the bench's page, whose others stay."""
         config.results.mkdir(parents=True, exist_ok=True)
         path = config.results / self._file(part)
         result = {
             "name": path.name,
-            # A part says by its table what it is about; the whole bench's sentence would be that of no page.
-            "about": "" if part else (self.about or "").split("\n\n")[0],
+            "part": part,
+            "about": (self.about or "").split("\n\n")[0],
             "command": " ".join(
                 ["python -m", f"{COMMANDS}.{self.name}", *map(_shown, sys.argv[1:] if argv is None else argv)]
             ),
@@ -112,8 +112,10 @@ class Bench:
         }
         # The page is made of what was written, so that it can hold nothing else.
         path.with_suffix(".json").write_text(text := json.dumps(result, indent=1))
-        path.with_suffix(".md").write_text(page := page_of(read := json.loads(text), usual(config.results)))
-        print(page)
+        print(page := page_of(read := json.loads(text), usual(config.results)))
+        whole = config.results / f"{self.name}.md"
+        former = whole.read_text() if whole.exists() else f"# {self.name}\n\n{read['about']}\n"
+        whole.write_text(with_section(former, page))
         if picture:
             from matplotlib.figure import Figure
 
@@ -132,19 +134,28 @@ def usual(results: Path) -> str:
 
 
 def page_of(result: Mapping[str, Any], readme: str = "") -> str:
-    """The page that a result's JSON describes. It says nothing of a machine that `readme` names; tools/results_age.py
-    writes below the command how old it is."""
+    """The page that a result's JSON describes, or of a part its section. It says nothing of a machine that `readme`
+    names; tools/results_age.py writes below the command how old it is."""
     machine = where(result["machine"])
     parts = [
-        f"# {result['name']}",
+        f"## {result['part']}" if result["part"] else f"# {result['name']}",
         f"`{result['command']}` at {result['commit']}",
-        *([result["about"]] if result["about"] else []),
+        # A section says by its table what it is about; the sentence is the whole page's.
+        *([result["about"]] if result["about"] and not result["part"] else []),
         *([] if machine in readme else [machine]),
         Table(result["header"], result["rows"], result["labels"]).text(),
     ]
     if result["picture"]:
         parts.append(f"![{result['name']}]({result['name']}.png)")
     return "\n\n".join(parts) + "\n"
+
+
+def with_section(page: str, section: str) -> str:
+    """`page` with `section` in place of the one of the same heading, or at its end. What stands before the first
+    section is the one whose heading is the title."""
+    sections = {text.partition("\n")[0]: text.strip("\n") for text in re.split(r"^(?=## )", page, flags=re.MULTILINE)}
+    sections[section.partition("\n")[0]] = section.strip("\n")
+    return "\n\n".join(sections.values()) + "\n"
 
 
 def where(machine: Mapping[str, Any]) -> str:

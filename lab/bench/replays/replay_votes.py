@@ -3,9 +3,9 @@
     python -m lab.bench.replay_votes --recording DIR [--drafters a,b,c] [--width 1] [-k 8]
 
 DIR: of `moot replay record`. Exact: the texts do not depend on drafts. The interval is over texts: the acceptance
-length of 2000 samples of as many texts, drawn with replacement (seed 0). A second page (part `drafter sets`) says what
-each drafter brings to the others, and which pair with the best one is best; its intervals are those of the difference
-from all.
+length of 2000 samples of as many texts, drawn with replacement (seed 0). The section `drafter_sets` of the page says
+what each drafter brings to the others, and which pair with the best one is best; its intervals are those of the
+difference from all.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def published(folder: Path, **more: str) -> tuple[dict[str, Any], str]:
     assert config.num_speculative_tokens == 3
     table = Table(("arm", "ms (95 %)", "note"), [("a", "3.0 (2.0 to 4.0)", "ours"), ("b", "", "no time")])
     BENCH.publish(config, table, {"runs": {"a": [2.0, 3.0, 4.0]}}, argv=["--model", str(folder)], **more)
-    result = json.loads((folder / "example.json").read_text())
+    name = f"example_{more['part']}" if "part" in more else "example"
+    result = json.loads((folder / f"{name}.json").read_text())
     return result, (folder / "example.md").read_text()
 
 
@@ -89,6 +90,29 @@ def test_a_page_is_what_its_json_says(tmp_path: Path) -> None:
     assert (tmp_path / "example.png").read_bytes().startswith(b"\x89PNG")
     assert BENCH.kept(Config(results=tmp_path)) == {"runs": {"a": [2.0, 3.0, 4.0]}}
     assert BENCH.kept(Config(results=tmp_path), "other") == {}
+
+
+def test_parts_are_sections_of_one_page(tmp_path: Path) -> None:
+    """A part has JSON and picture of its own and a section of the bench's page; measured again it takes the place of
+    its own section, and the head that of the head alone."""
+    _, first = published(tmp_path, part="first", picture="ms (95 %)")
+    assert not (tmp_path / "example_first.md").exists()
+    page = tmp_path / "example.md"
+    assert page.read_text().startswith(
+        "# example\n\nWhat an example measures.\n\n## first\n\n`python -m lab.bench.example "
+    )
+    assert "![example_first](example_first.png)" in first
+    published(tmp_path, part="second")
+    page.write_text(page.read_text().replace("| ours |", "| by hand |"))
+    published(tmp_path, part="first")
+    titles = [line for line in page.read_text().splitlines() if line.startswith("#")]
+    assert titles == ["# example", "## first", "## second"]
+    assert (
+        page.read_text().index("| ours |") < page.read_text().index("## second") < page.read_text().index("| by hand |")
+    )
+    published(tmp_path)
+    assert [line for line in page.read_text().splitlines() if line.startswith("#")] == titles
+    assert page.read_text().count("`python -m lab.bench.example ") == 3
 
 
 def test_a_machine_that_the_readme_names_is_not_repeated(tmp_path: Path) -> None:
