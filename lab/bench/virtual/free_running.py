@@ -4,16 +4,16 @@
 
 N / step: N requests with one token in each step, what an engine that batches by itself delivers. A step takes 30 ms to
 64 rows and 0.2 ms for each further one, unless a row says otherwise (then all of it is shorter alike); a message 1 ms;
-router CPU of 0.35 ms for a round. Prompts of 64 tokens and answers of 256, each half to one and a half of that, so that
-reading prompts (0.02 ms a token) is about 1 % of the time at 64 requests. Every seed has its own requests; a bound is
-that of free-running verification's design.
+router CPU of 0.35 ms for a round. A cell has the median of the seeds, its 95 % interval, and the bound of free-running
+verification's design. Prompts of 64 tokens and answers of 256, each half to one and a half of that, so that
+reading prompts (0.02 ms a token) is about 1 % of the time at 64 requests. Every seed has its own requests.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from lab.bench.harness.intervals import Interval
@@ -30,10 +30,8 @@ from moot.simulation.world import Scenario, SimulatedOutcome, World
 BENCH = Bench("free_running", __doc__, measures=("moot/core", "moot/simulation"))
 LOAD = (LoadClass(prompt_tokens=64, output_tokens=256),)
 ROUND_S = 0.00035
-HEADER = (
-    *("case", "requests", "of N / step (95 %)", "bound", "verdict", "tokens/round", "draft tokens/round"),
-    *("router busy", "drafters busy"),
-)
+REQUESTS = (1, 8, 32, 64, 128)
+HEADER = ("requests at a time", *map(str, REQUESTS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,34 +102,53 @@ def of_plain(case: Case, concurrency: int, found: Sequence[SimulatedOutcome]) ->
     return Interval.of([one.tokens_per_s * step_s / concurrency for one in found])
 
 
-def row(name: str, concurrency: int, found: Sequence[SimulatedOutcome]) -> tuple[object, ...]:
-    case = CASES[name]
-    part, bound = of_plain(case, concurrency, found), case.bounds[concurrency]
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One case at one number of requests; of the seed with the median speed how busy everybody was."""
+
+    part: Interval
+    bound: float
+    tokens_per_round: float
+    nodes_per_round: float
+    router_utilisation: float
+    drafter_utilisation: float
+
+    @property
+    def verdict(self) -> str:
+        return self.part.verdict(at_least=self.bound)
+
+    def text(self) -> str:
+        return f"{self.part.text(3)}, {self.bound} {self.verdict}"
+
+
+def cell(case: Case, concurrency: int, found: Sequence[SimulatedOutcome]) -> Cell:
     middle = sorted(found, key=lambda one: one.tokens_per_s)[len(found) // 2]
-    return (
-        name,
-        concurrency,
-        part.text(3),
-        bound,
-        part.verdict(at_least=bound),
-        f"{middle.tokens_per_round:.2f}",
-        f"{middle.nodes_per_round:.1f}",
-        f"{middle.router_utilisation:.0%}",
-        f"{middle.drafter_utilisation:.0%}",
+    return Cell(
+        of_plain(case, concurrency, found),
+        case.bounds[concurrency],
+        middle.tokens_per_round,
+        middle.nodes_per_round,
+        middle.router_utilisation,
+        middle.drafter_utilisation,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     config = BENCH.read(Config, argv)
-    rows: list[tuple[object, ...]] = []
+    cells: dict[str, dict[int, Cell]] = {name: {} for name in CASES}
     with all_cores() as run:
         for name, case in CASES.items():
             for concurrency in case.bounds:
                 found = list(run(partial(simulate, case, concurrency, config.steps), config.chosen))
-                rows.append(row(name, concurrency, found))
-                print(*rows[-1], sep="  ", flush=True)
-    BENCH.publish(config, Table(HEADER, rows, labels=2), {"seeds": list(config.chosen)}, HEADER[2], argv=argv)
-    return 0 if all("missed" not in one for one in rows) else 1
+                cells[name][concurrency] = made = cell(case, concurrency, found)
+                print(name, concurrency, made.text(), sep="  ", flush=True)
+    rows = [(name, *(of[count].text() if count in of else "" for count in REQUESTS)) for name, of in cells.items()]
+    facts = {
+        "seeds": list(config.chosen),
+        "cells": {name: {count: asdict(one) for count, one in of.items()} for name, of in cells.items()},
+    }
+    BENCH.publish(config, Table(HEADER, rows), facts, argv=argv)
+    return 0 if all(one.verdict != "missed" for of in cells.values() for one in of.values()) else 1
 
 
 if __name__ == "__main__":
