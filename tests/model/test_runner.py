@@ -69,7 +69,9 @@ def test_c05_rejections_leave_no_trace(path: Path, loaded: LoadedModel) -> None:
     assert runner.pool.used_tokens == 0
 
 
-@pytest.mark.parametrize(("make", "mode"), [("plain", True), ("plain", False), ("paged", True), ("paged", False)], indirect=["make"])
+@pytest.mark.parametrize(
+    ("make", "mode"), [("plain", True), ("plain", False), ("paged", True), ("paged", False)], indirect=["make"]
+)
 def test_c04_batch_of_32_with_different_acceptance(make: Make, loaded: LoadedModel, mode: bool) -> None:
     """32 requests (of pages, 8), half of them near a page's border, with K of 0, 3 and 7, chains and trees, accepting
     different lengths; after each round one ends and its room goes to a new one: each is as it is alone."""

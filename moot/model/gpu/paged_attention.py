@@ -164,10 +164,11 @@ def plain_pages(
     kv_heads = kv.shape[2]
     offsets = torch.arange(PAGE_SLOTS, device=kv.device)
     is_used = offsets < used[:, None]
+    # What lies behind the used slots may be anything, even NaN, whose product with a weight of 0 would be NaN: the first
+    # slot stands for them. A page of which nothing is used is left out by `join`.
     slots = torch.where(is_used, starts[:, None] + offsets, starts[:, None])
     exact = torch.float64 if kv.dtype is torch.float64 else torch.float32
-    # What lies behind the used slots may be anything, even NaN, whose product with a weight of 0 would be NaN.
-    keys, values = (side[slots].to(exact).masked_fill(~is_used[:, :, None, None], 0.0) for side in kv)
+    keys, values = (side[slots].to(exact) for side in kv)
     query = rows.query.to(exact).view(groups, count, kv_heads, heads // kv_heads, dim)
     scores = torch.einsum("grkhd,gskd->gkhrs", query, keys) * scaling
     at = (first_positions[:, None] + offsets)[:, None]  # [groups, 1, 512]

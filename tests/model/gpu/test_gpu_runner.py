@@ -107,6 +107,20 @@ def test_blocks_crops_and_preemption(loaded: LoadedModel) -> None:
     assert distance(again[-1], expected[-1]) < 1e-12
 
 
+def test_slots_that_nobody_uses_may_hold_anything(loaded: LoadedModel) -> None:
+    """Pages come back with what others left in them, and a weight of 0 times NaN would be NaN: chunks, a page's border
+    and a tree in pages full of NaN give what they give in fresh ones."""
+    text, tree = random_ids(520), [-1, 0, 1, 0]
+    found = []
+    for left in (0.0, torch.nan):
+        runner = GpuRunner(loaded, 8 * 512, False, use_graphs=False)
+        for layer in runner.pool.layers:
+            layer.fill_(left)
+        logits, cache = run_chunks(runner, text, [300, 1])
+        found.append(torch.cat((logits, rows_of(runner, cache, [5, 6, 8, 9], tree))))
+    assert torch.equal(*found)
+
+
 def test_batch_invariant_rows_do_not_depend_on_their_company(tmp_path: Path) -> None:
     """In batch-invariant mode chunks, batch-mates and trees change no bit."""
     path = make_tiny_model(tmp_path, "llama", context=640)
