@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moot.runtime.supervisor import Supervisor
-from tests.integration.processes import LOOPBACK, START_TIMEOUT_S, Process, spawn
+from tests.integration.processes import LOOPBACK, START_TIMEOUT_S, Process
 from tests.waiting import GIVE_UP_S
 
 
@@ -18,9 +18,8 @@ def service_process(folder: Path, role: str, *flags: str, faults: str = "") -> I
     """`python -m services.ROLE`, ready to be asked; killed at the end, if it still runs."""
     every = ("--host", LOOPBACK, "--port", "0", "--metrics-port", "0", *flags)
     with Supervisor(folder) as supervisor:
-        child = spawn(supervisor, role, role, every, faults)
-        supervisor.wait_ready([child], START_TIMEOUT_S)
-        process = Process(supervisor, role, role, every, faults, child)
+        process = Process(supervisor, role, role, every, faults)
+        supervisor.wait_ready([process.child], START_TIMEOUT_S)
         try:
             yield process
         finally:

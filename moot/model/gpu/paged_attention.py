@@ -164,8 +164,8 @@ def plain_pages(
     kv_heads = kv.shape[2]
     offsets = torch.arange(PAGE_SLOTS, device=kv.device)
     is_used = offsets < used[:, None]
-    # What lies behind the used slots may be anything, even NaN, whose product with a weight of 0 would be NaN: the first
-    # slot stands for them. A page of which nothing is used is left out by `join`.
+    # What lies behind the used slots may be anything, even NaN, whose product with a weight of 0 would be NaN: the
+    # first slot stands for them. A page of which nothing is used is left out by `join`.
     slots = torch.where(is_used, starts[:, None] + offsets, starts[:, None])
     exact = torch.float64 if kv.dtype is torch.float64 else torch.float32
     keys, values = (side[slots].to(exact) for side in kv)
