@@ -15,7 +15,7 @@ from moot.core.options import Options, option, option_of, part
 from moot.core.speculation.policy import SpeculationOptions
 from moot.simulation.machine_costs import DraftTime, StepCost
 from moot.simulation.router_plan import RouterPlan
-from moot.simulation.simulated_drafters import PoolPlan
+from moot.simulation.simulated_drafters import PoolPlan, chunk_of
 from moot.simulation.simulated_texts import LoadClass, RandomTexts
 from moot.simulation.simulated_verifiers import VerifierPlan
 from moot.simulation.world import Course, Scenario, SimulatedOutcome, World
@@ -91,8 +91,7 @@ class SimulateConfig(Options):
         return found
 
     def _pools(self, time_of: DraftTime) -> tuple[PoolPlan, ...]:
-        # What a drafter that runs on its own sends at once: what it drafts in a third of a step.
-        chunk = max(2, int(self.verify_ms / 3 / self.draft_token_ms)) if self.draft_token_ms else 2
+        chunk = chunk_of(self.verify_ms, self.draft_token_ms)
         pools = [
             PoolPlan(f"drafter-{index}", self.replicas, time_of, self.draft_ahead_tokens, place=self.place, chunk=chunk)
             for index in range(self.drafters)

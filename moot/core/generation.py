@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from moot.core.types import ROOT, Draft, FinishReason, Proposal, SamplingParams, Verification
+from moot.core.types import Draft, FinishReason, Proposal, SamplingParams, Verification
 
 
 @dataclass(slots=True)
@@ -196,14 +196,4 @@ def num_leading(proposed: Sequence[int], token_ids: Sequence[int]) -> int:
 
 def is_path(draft: Draft, token_ids: Sequence[int]) -> bool:
     """Whether the ids lead from the prefix into the draft, node by node."""
-    parents, drafted = draft.parents, draft.token_ids
-    parent, node, end = ROOT, 0, len(drafted)
-    for token in token_ids:
-        # A node comes after its parent.
-        while node < end and (parents[node] != parent or drafted[node] != token):
-            node += 1
-        if node == end:
-            return False
-        parent = node
-        node += 1
-    return True
+    return draft.follow(token_ids)[0] == len(token_ids)

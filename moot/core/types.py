@@ -110,6 +110,20 @@ class Draft:
     def chain(cls, token_ids: tuple[int, ...]) -> Draft:
         return cls(token_ids, tuple(range(-1, len(token_ids) - 1)))
 
+    def follow(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        """How many leading ids lead from the prefix into the draft, node by node, and the last of these nodes."""
+        parents, drafted = self.parents, self.token_ids
+        parent, node, end = ROOT, 0, len(drafted)
+        for count, token in enumerate(token_ids):
+            # A node comes after its parent.
+            while node < end and (parents[node] != parent or drafted[node] != token):
+                node += 1
+            if node == end:
+                return count, parent
+            parent = node
+            node += 1
+        return len(token_ids), parent
+
     @property
     def is_chain(self) -> bool:
         return all(parent == index - 1 for index, parent in enumerate(self.parents))

@@ -104,7 +104,7 @@ class FreeRequest:
         counts, drafts = self._counts, self._drafts
         for answer in inbox:
             counts.tokens += len(answer.token_ids)
-            if self._output or answer.num_rows:
+            if self._output:
                 counts.rounds += 1
                 counts.lengths[answer.num_rows] = counts.lengths.get(answer.num_rows, 0) + 1
             counts.drafted += answer.num_rows
@@ -126,7 +126,7 @@ class FreeRequest:
         self._is_behind = False
 
     def _grant(self, session: FreeSession | None, length: int) -> None:
-        if self._verifier is not None and session is not None:
+        if self._verifier is not None and session is not None and session is self._session:
             self._verifier.grant(session, length)
 
     def _ask(self) -> None:

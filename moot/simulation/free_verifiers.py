@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from moot.core.acceptance import walk
-from moot.core.scheduler import Batch, Limits, Scheduler
+from moot.core.scheduler import Batch, Scheduler
 from moot.core.stepping.draft_wait import DraftWait
 from moot.core.stepping.held_draft import HeldDraft
 from moot.core.stepping.step_price import StepPrice
 from moot.core.stepping.step_times import StepTimes
 from moot.core.types import ROOT, Draft, FinishReason, Proposal
 from moot.core.voting.vote_policy import VotePolicy
-from moot.simulation.events import Action, Cores, Timeline
+from moot.simulation.events import Cores, Timeline
 from moot.simulation.simulated_drafters import PoolPlan
 from moot.simulation.simulated_texts import SimulatedText
-from moot.simulation.simulated_verifiers import VerifierPlan
+from moot.simulation.simulated_verifiers import SimulatedSteps, VerifierPlan, walked
 
 _MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 128, 192, 256, 512, 1024)
 """Sizes of the steps that a verifier measures at its start."""
@@ -26,10 +24,9 @@ _NOTHING = Proposal(())
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """What one step committed for one session. `base_length`: prompt and output before it. `num_rows`: verified of its
-    draft. `price`: of a row in that step. `local`: proposals of drafters at the verifier that took part in the vote."""
+    """What one step committed for one session. `num_rows`: verified of its draft. `price`: of a row in that step.
+    `local`: proposals of drafters at the verifier that took part in the vote."""
 
-    base_length: int
     token_ids: tuple[int, ...]
     num_accepted: int
     finish_reason: FinishReason | None
@@ -78,10 +75,8 @@ class FreeSession:
         return self.length - len(self.text.prompt_token_ids)
 
 
-class FreeVerifier:
+class FreeVerifier(SimulatedSteps):
     """One verifier process. `pools`: all drafters of the installation; it runs those whose place is here."""
-
-    PAGE_TOKENS = 16
 
     def __init__(
         self,
@@ -92,34 +87,15 @@ class FreeVerifier:
         cores: Cores | None,
         seed: int = 0,
     ) -> None:
-        self.verifier_id = f"verifier-{seed}"
-        self._timeline = timeline
-        self._plan = plan
+        super().__init__(timeline, plan, cores, seed)
         self._network_s = network_s
-        self._cores = cores
         self._local = [(number, pool) for number, pool in enumerate(pools) if pool.place == "verifier"]
         self._attached = [(number, pool) for number, pool in enumerate(pools) if pool.place == "attached"]
-        limits = Limits(
-            plan.max_num_seqs,
-            plan.batches.max_num_batched_tokens,
-            plan.batches.prefill_chunk_tokens,
-            plan.kv_tokens // self.PAGE_TOKENS,
-            self.PAGE_TOKENS,
-        )
-        self._scheduler = Scheduler[FreeSession](limits)
+        self._scheduler = Scheduler[FreeSession](self._limits())
         self._price = StepPrice(StepTimes({rows: plan.cost.seconds(rows, 1) for rows in _MEASURED_ROWS}))
         self._wait = DraftWait()
         self._ready_at = 0.0
         self._sessions: dict[int, FreeSession] = {}
-        self._random = random.Random(seed)
-        self._is_busy = False
-        self._next_arrival = 0
-        self.is_alive = True
-        self.busy_s = 0.0
-        self.num_steps = 0
-        self.num_rows = 0
-        self.num_verified = 0
-        """Requests that took part in steps, summed over the steps."""
 
     def open(
         self,
@@ -156,10 +132,6 @@ class FreeVerifier:
         session.heard = max(session.heard, length)
         self._step()
 
-    def close(self, session: FreeSession) -> None:
-        self._end(session)
-        self._step()
-
     def die(self) -> None:
         """Lose the verifier and whatever it held."""
         self.is_alive = False
@@ -172,7 +144,7 @@ class FreeVerifier:
 
     def _waits(self) -> bool:
         """Whether the next step waits for drafts; then it is looked at again when the wait is over."""
-        count = sum(session.has_work and session.num_missing == 1 for session in self._scheduler.admitted)
+        count = len(self._verifying())
         # Where drafters run here no session is without a draft.
         if not self._plan.waits or self._local or not count:
             return False
@@ -182,6 +154,10 @@ class FreeVerifier:
         if left > 0:
             self._timeline.after(left, self._step)
         return left > 0
+
+    def _verifying(self) -> list[FreeSession]:
+        """The sessions that the next step verifies."""
+        return [session for session in self._scheduler.admitted if session.has_work and session.num_missing == 1]
 
     def _step(self) -> None:
         if self._is_busy or not self.is_alive or self._waits():
@@ -195,7 +171,7 @@ class FreeVerifier:
 
     def _take_drafts(self) -> None:
         """Give the sessions of the next step the drafts that are worth their rows."""
-        verifying = [session for session in self._scheduler.admitted if session.has_work and session.num_missing == 1]
+        verifying = self._verifying()
         for session in verifying:
             self._draft(session)
         offers = [() if session.held is None else session.held.chances for session in verifying]
@@ -222,29 +198,9 @@ class FreeVerifier:
             session.held = HeldDraft(session.length, result.draft, result.chances, proposals)
 
     def _run(self, batch: Batch[FreeSession]) -> None:
-        rows = requests = prefill = context = 0
-        for item in batch.items:
-            if item.completes and item.num_prefix_tokens == 1:
-                rows += item.num_tokens
-                requests += 1
-                context += item.session.length
-            else:
-                prefill += item.num_tokens
-        seconds = self._plan.cost.seconds(rows, requests, prefill, context)
-        if self._plan.noise:
-            seconds *= self._random.uniform(1 - self._plan.noise, 1 + self._plan.noise)
-        self.num_steps += 1
-        self.num_rows += batch.num_tokens
-        self.num_verified += len(batch.items)
-        self._is_busy = True
-        begin, is_plain = self._timeline.now, prefill == 0
-        self._work(seconds, lambda: self._finish(batch, begin, rows if is_plain else 0))
-
-    def _work(self, seconds: float, done: Action) -> None:
-        if self._cores is None:
-            self._timeline.after(seconds, done)
-        else:
-            self._cores.run(seconds, self._plan.threads, done)
+        seconds, rows, prefill = self._begin(batch)
+        begin = self._timeline.now
+        self._work(seconds, lambda: self._finish(batch, begin, 0 if prefill else rows))
 
     def _finish(self, batch: Batch[FreeSession], begin: float, num_rows: int) -> None:
         if not self.is_alive:
@@ -268,22 +224,14 @@ class FreeVerifier:
 
     def _commit(self, session: FreeSession) -> int:
         """What the target makes of a session's draft; returns the number of tokens."""
-        text, position, before = session.text, session.position, session.length
-        found = walk(
-            session.draft,
-            lambda node, path: text.token(position + len(path)),
-            lambda token, count: False,
-            text.num_output - position,
-        )
+        found = walked(session.text, session.position, session.draft)
         token_ids, num_rows = found.output_token_ids, len(session.draft)
         session.cached += found.num_accepted
         session.length += len(token_ids)
         session.draft = Draft()
         if session.held is not None:
             session.held, _ = session.held.after(token_ids)
-        answer = StepAnswer(
-            before, token_ids, found.num_accepted, found.finish, num_rows, self._price.price, session.local
-        )
+        answer = StepAnswer(token_ids, found.num_accepted, found.finish, num_rows, self._price.price, session.local)
         if session.held is None:
             self._wait.answered(session.arrival, session.length, self._timeline.now)
         else:

@@ -40,6 +40,11 @@ class PoolPlan:
     chunk: int = 2
 
 
+def chunk_of(step: float, token: float) -> int:
+    """Tokens that a drafter which runs on its own sends at once: what it drafts in a third of a step. In one unit."""
+    return max(2, int(step / 3 / token)) if token else 2
+
+
 @dataclass(eq=False, slots=True)
 class SimulatedDraftSession:
     """A session of one request on a replica: the path drafted so far from `position`, and how long it may become.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from moot.core.acceptance import walk
+from moot.core.acceptance import Walk, walk
 from moot.core.batching_delay import CPU_SHARE, BatchingDelay
 from moot.core.options import option, part
 from moot.core.scheduler import Batch, BatchOptions, Limits, Scheduler
@@ -82,30 +83,26 @@ class _Step:
     begin: float
 
 
-class Verifier:
-    """One verifier process."""
+def walked(text: SimulatedText, position: int, draft: Draft) -> Walk:
+    """What the target makes of a draft behind `position` output tokens."""
+    return walk(
+        draft,
+        lambda node, path: text.token(position + len(path)),
+        lambda token, count: False,
+        text.num_output - position,
+    )
+
+
+class SimulatedSteps:
+    """The steps of one verifier process, whatever it puts into them: what they cost, and counts."""
 
     PAGE_TOKENS = 16
 
-    def __init__(self, timeline: Timeline, plan: VerifierPlan, cores: Cores | None, seed: int = 0) -> None:
-        self.verifier_id = f"verifier-{seed}"
+    def __init__(self, timeline: Timeline, plan: VerifierPlan, cores: Cores | None, seed: int) -> None:
         self._timeline = timeline
         self._plan = plan
         self._cores = cores
-        groups = 2 if plan.batching == "dual" else 1
-        limits = Limits(
-            -(-plan.max_num_seqs // groups),
-            plan.batches.max_num_batched_tokens,
-            plan.batches.prefill_chunk_tokens,
-            plan.kv_tokens // self.PAGE_TOKENS // groups,
-            self.PAGE_TOKENS,
-        )
-        self._schedulers = [Scheduler[SimulatedVerifySession](limits) for _ in range(groups)]
-        self._members: list[dict[int, SimulatedVerifySession]] = [{} for _ in range(groups)]
-        self._batching_delay = BatchingDelay(plan.batching_delay_share if plan.batching == "gathered" else 0.0)
-        self._wakes_at = 0.0
         self._random = random.Random(seed)
-        self._turn = 0
         self._is_busy = False
         self._next_arrival = 0
         self.is_alive = True
@@ -114,6 +111,56 @@ class Verifier:
         self.num_rows = 0
         self.num_verified = 0
         """Requests that took part in steps, summed over the steps."""
+
+    def _limits(self, groups: int = 1) -> Limits:
+        """Limits of one scheduler of so many."""
+        plan = self._plan
+        return Limits(
+            -(-plan.max_num_seqs // groups),
+            plan.batches.max_num_batched_tokens,
+            plan.batches.prefill_chunk_tokens,
+            plan.kv_tokens // self.PAGE_TOKENS // groups,
+            self.PAGE_TOKENS,
+        )
+
+    def _begin(self, batch: Batch[Any]) -> tuple[float, int, int]:
+        """Begin a step; returns its seconds, rows that are verified, and tokens of prompts."""
+        rows = requests = prefill = context = 0
+        for item in batch.items:
+            if item.completes and item.num_prefix_tokens == 1:
+                rows += item.num_tokens
+                requests += 1
+                context += item.session.length
+            else:
+                prefill += item.num_tokens
+        seconds = self._plan.cost.seconds(rows, requests, prefill, context)
+        if self._plan.noise:
+            seconds *= self._random.uniform(1 - self._plan.noise, 1 + self._plan.noise)
+        self.num_steps += 1
+        self.num_rows += batch.num_tokens
+        self.num_verified += len(batch.items)
+        self._is_busy = True
+        return seconds, rows, prefill
+
+    def _work(self, seconds: float, done: Action) -> None:
+        if self._cores is None:
+            self._timeline.after(seconds, done)
+        else:
+            self._cores.run(seconds, self._plan.threads, done)
+
+
+class Verifier(SimulatedSteps):
+    """One verifier process whose sessions wait for rounds."""
+
+    def __init__(self, timeline: Timeline, plan: VerifierPlan, cores: Cores | None, seed: int = 0) -> None:
+        super().__init__(timeline, plan, cores, seed)
+        self.verifier_id = f"verifier-{seed}"
+        groups = 2 if plan.batching == "dual" else 1
+        self._schedulers = [Scheduler[SimulatedVerifySession](self._limits(groups)) for _ in range(groups)]
+        self._members: list[dict[int, SimulatedVerifySession]] = [{} for _ in range(groups)]
+        self._batching_delay = BatchingDelay(plan.batching_delay_share if plan.batching == "gathered" else 0.0)
+        self._wakes_at = 0.0
+        self._turn = 0
 
     def open(self, text: SimulatedText, length: int, answer: Callable[[Verification], None]) -> SimulatedVerifySession:
         """A session whose prefix is `length` tokens; `answer` gets each verification, the opening's first."""
@@ -194,30 +241,10 @@ class Verifier:
         return True
 
     def _run(self, batch: Batch[SimulatedVerifySession]) -> None:
-        rows = requests = prefill = context = 0
-        for item in batch.items:
-            if item.completes and item.num_prefix_tokens == 1:
-                rows += item.num_tokens
-                requests += 1
-                context += item.session.length
-            else:
-                prefill += item.num_tokens
-        seconds = self._plan.cost.seconds(rows, requests, prefill, context)
-        if self._plan.noise:
-            seconds *= self._random.uniform(1 - self._plan.noise, 1 + self._plan.noise)
-        self.num_steps += 1
-        self.num_rows += batch.num_tokens
-        self.num_verified += len(batch.items)
-        self._is_busy = True
+        seconds, _, prefill = self._begin(batch)
         # Now: a session's draft is gone once it is answered.
         step = _Step(batch, batch.num_tokens, prefill, self._timeline.now)
-        self._work(seconds, self._plan.threads, lambda: self._finish(step))
-
-    def _work(self, seconds: float, threads: int, done: Action) -> None:
-        if self._cores is None:
-            self._timeline.after(seconds, done)
-        else:
-            self._cores.run(seconds, threads, done)
+        self._work(seconds, lambda: self._finish(step))
 
     def _finish(self, step: _Step) -> None:
         self._is_busy = False
@@ -241,13 +268,7 @@ class Verifier:
 
     def _verification(self, session: SimulatedVerifySession, step: _Step) -> Verification:
         text = session.text
-        position = session.length - len(text.prompt_token_ids)
-        found = walk(
-            session.draft,
-            lambda node, path: text.token(position + len(path)),
-            lambda token, count: False,
-            text.num_output - position,
-        )
+        found = walked(text, session.length - len(text.prompt_token_ids), session.draft)
         verification = Verification(
             session.length,
             found.num_accepted,

@@ -128,7 +128,8 @@ class World:
 
     def _renew_policies(self, number: int = 1) -> None:
         """Once a second, as routers send them."""
-        self._vote_policies = [self._vote_policy(router, number) for router in range(len(self.policies))]
+        # In place: requests hold the list.
+        self._vote_policies[:] = [self._vote_policy(router, number) for router in range(len(self.policies))]
         self._timeline.after(1.0, partial(self._renew_policies, number + 1))
 
     def run(self, progress: Callable[[float], None] = lambda part: None) -> SimulatedOutcome:
@@ -189,15 +190,12 @@ class World:
         shared = (self._timeline, self.scenario.router, self._routers[router], self.policies[router])
         request: Any
         if self._is_free:
-            vote_policy = partial(self._vote_policies_of, router)
-            request = FreeRequest(*shared, vote_policy, self._pools, self._texts.next(), self._counts, ended)
+            now = partial(self._vote_policies.__getitem__, router)
+            request = FreeRequest(*shared, now, self._pools, self._texts.next(), self._counts, ended)
         else:
             request = Request(*shared, self._pools, self._texts.next(), self._counts, ended, self._beside)
         self._running[index][number] = request
         request.start(self._verifiers[index])
-
-    def _vote_policies_of(self, router: int) -> VotePolicy:
-        return self._vote_policies[router]
 
     def _fail(self) -> None:
         scenario = self.scenario

@@ -14,8 +14,12 @@ from typing import Any, Protocol
 from lab.bench.harness.intervals import Interval, ratios
 from lab.bench.harness.pages import PageConfig
 from moot.config import option
+from moot.simulation.machine_costs import StepCost
 from moot.simulation.world import SimulatedOutcome
 
+CPU = StepCost.line(0.037, 0.0025, 16, 0.0002)
+GPU = StepCost.line(0.030, 0.0002, 64, 0.00002)
+"""Seconds of a step on two cores of a CPU, and like those on a GPU."""
 FIRST_SEED = 11
 """Not those on which the policy's constants were chosen."""
 

@@ -18,11 +18,11 @@ from functools import partial
 
 from lab.bench.harness.intervals import Interval
 from lab.bench.harness.pages import Bench, Table
-from lab.bench.harness.virtual import VirtualConfig, all_cores
+from lab.bench.harness.virtual import GPU, VirtualConfig, all_cores
 from moot.config import option
 from moot.simulation.machine_costs import DraftTime, StepCost
 from moot.simulation.router_plan import RouterPlan
-from moot.simulation.simulated_drafters import PoolPlan
+from moot.simulation.simulated_drafters import PoolPlan, chunk_of
 from moot.simulation.simulated_texts import LoadClass, RandomTexts
 from moot.simulation.simulated_verifiers import VerifierPlan
 from moot.simulation.world import Scenario, SimulatedOutcome, World
@@ -30,6 +30,8 @@ from moot.simulation.world import Scenario, SimulatedOutcome, World
 BENCH = Bench("free_running", __doc__, measures=("moot/core", "moot/simulation"))
 LOAD = (LoadClass(prompt_tokens=64, output_tokens=256),)
 ROUND_S = 0.00035
+STEP_S = 0.030
+"""Of GPU, up to 64 rows."""
 REQUESTS = (1, 8, 32, 64, 128)
 HEADER = ("requests at a time", *map(str, REQUESTS))
 
@@ -54,8 +56,13 @@ class Case:
 
     bounds: dict[int, float]
     drafters: tuple[Drafter, ...] = ()
-    step_s: float = 0.030
+    step_s: float = STEP_S
     network_s: float = 0.001
+
+    @property
+    def cost(self) -> StepCost:
+        """Where a step is shorter, rows and prompts are too."""
+        return GPU.stretched(self.step_s / STEP_S)
 
 
 MODEL_FREE, NEURAL, ATTACHED = (0.35, 0.3, 0.3), (0.8, 0.7, 0.6), (0.8, 0.75, 0.7)
@@ -74,17 +81,14 @@ CASES = {
 
 def simulate(case: Case, concurrency: int, steps: int, seed: int) -> SimulatedOutcome:
     step_s = case.step_s
-    # Of a step that is shorter, rows and prompts are too.
-    cost = StepCost.line(0.030, 0.0002, 64, 0.00002).stretched(step_s / 0.030)
     scenario = Scenario(
-        verifier=VerifierPlan(cost, batching="free", max_num_seqs=max(64, concurrency)),
+        verifier=VerifierPlan(case.cost, batching="free", max_num_seqs=max(64, concurrency)),
         pools=tuple(
             PoolPlan(
                 f"drafter-{number}",
                 time=DraftTime(0.0, one.token_s),
                 place=one.place,
-                # What a third of a step drafts.
-                chunk=max(2, int(step_s / 3 / one.token_s)),
+                chunk=chunk_of(step_s, one.token_s),
             )
             for number, one in enumerate(case.drafters)
         ),
@@ -98,7 +102,7 @@ def simulate(case: Case, concurrency: int, steps: int, seed: int) -> SimulatedOu
 
 def of_plain(case: Case, concurrency: int, found: Sequence[SimulatedOutcome]) -> Interval:
     """Tokens per second, of N / step."""
-    step_s = case.step_s * (1 if concurrency <= 64 else (0.030 + 0.0002 * (concurrency - 64)) / 0.030)
+    step_s = case.cost.seconds(concurrency, concurrency)
     return Interval.of([one.tokens_per_s * step_s / concurrency for one in found])
 
 

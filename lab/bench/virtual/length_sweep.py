@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lab.bench.harness.pages import Bench, Table
-from lab.bench.harness.virtual import AgainstFixed, Map, VirtualConfig, against_fixed, all_cores
+from lab.bench.harness.virtual import CPU, GPU, AgainstFixed, Map, VirtualConfig, against_fixed, all_cores
 from moot.config import option
 from moot.simulation.machine_costs import DraftTime, StepCost
 from moot.simulation.router_plan import RouterPlan
@@ -57,8 +57,6 @@ class Costs:
     classes: tuple[LoadClass, ...] = (LoadClass(output_tokens=400),)
 
 
-CPU = StepCost.line(0.037, 0.0025, 16, 0.0002)
-GPU = StepCost.line(0.030, 0.0002, 64, 0.00002)
 MODEL_FREE = DraftTime(0.0008, 0.00005)
 NEURAL = DraftTime(0.0, 0.003)
 MIXED = (LoadClass(0.6, output_tokens=128, skill=0.08), LoadClass(0.4, output_tokens=128))

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from lab.bench.harness.pages import Bench, Table
-from lab.bench.harness.virtual import AgainstFixed, Map, VirtualConfig, against_fixed, all_cores
+from lab.bench.harness.virtual import CPU, GPU, AgainstFixed, Map, VirtualConfig, against_fixed, all_cores
 from moot.config import option
 from moot.core.speculation.policy import SpeculationOptions
-from moot.simulation.machine_costs import DraftTime, StepCost
+from moot.simulation.machine_costs import DraftTime
 from moot.simulation.router_plan import RouterPlan
 from moot.simulation.simulated_drafters import PoolPlan
 from moot.simulation.simulated_texts import LoadClass, RandomTexts, SimulatedText
@@ -41,8 +41,8 @@ COPY, FREE = 1.0, 0.25
 TEXTS = {"copy": (COPY,), "free": (FREE,), "mixed": (COPY, FREE, FREE)}
 """Skill of the requests, one after the other."""
 MACHINES = {
-    "CPU": (StepCost.line(0.037, 0.0025, 16, 0.0002), "gathered", 0.0002),
-    "GPU": (StepCost.line(0.030, 0.0002, 64, 0.00002), "ready", 0.001),
+    "CPU": (CPU, "gathered", 0.0002),
+    "GPU": (GPU, "ready", 0.001),
 }
 HEADER = (
     *("costs", "texts", "concurrency", *(f"tree of {budget}" for budget in BUDGETS), "policy"),

@@ -401,8 +401,8 @@ class PoolPolicy:
             options.max_draft_tokens,
             self.pool_weights.start(drafter_ids),
             dict(self.families),
-            {drafter_id: self.calibration.of(drafter_id).rates() for drafter_id in drafter_ids},
-            self.acceptance.ratios(),
+            {drafter_id: self.calibration.of(drafter_id).fixed() for drafter_id in drafter_ids},
+            self.acceptance.fixed(),
         )
 
     def budget(self, verifier_id: str) -> Budget:

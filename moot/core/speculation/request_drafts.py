@@ -74,8 +74,9 @@ class RequestDrafts:
         self._probes = Probes()
         self._result: VoteResult | None = None
         self._lag = 1.0
-        """Tokens committed from a question to its proposal, and by one step; running means."""
+        """Tokens committed from a question to its proposal; a running mean."""
         self._per_step = 1.0
+        """Tokens committed by a step; a running mean."""
         self._is_probe = False
         self.ahead = self._find_ahead()
         """How many tokens past the committed ones the drafters are to draft; 0: none."""
@@ -169,9 +170,12 @@ class RequestDrafts:
 
     def _voted(self) -> VoteResult | None:
         if self._result is None:
-            proposals = [one for voice in self._voices.values() for one in voice.fitting]
+            proposals = self._fitting()
             self._result = self._vote(proposals) if proposals else None
         return self._result
+
+    def _fitting(self) -> list[Proposal]:
+        return [one for voice in self._voices.values() for one in voice.fitting]
 
     def _vote(self, proposals: Sequence[Proposal]) -> VoteResult:
         pool, options = self._pool, self._pool.options
@@ -189,14 +193,13 @@ class RequestDrafts:
     def _learn(self, token_ids: tuple[int, ...], num_accepted: int, local: Sequence[Proposal]) -> None:
         pool = self._pool
         came = self._voted()
-        held = [one for voice in self._voices.values() for one in voice.fitting]
-        result = self._vote([*held, *local]) if local else came
+        result = self._vote([*self._fitting(), *local]) if local else came
         for voice in self._voices.values():
             voice.reach = max(voice.reach, self.length - len(token_ids) + _longest(voice.fitting))
         if result is None:
             return
         learn_trie(result, token_ids, pool.calibration, pool.acceptance, self._acceptance)
-        path = tuple([result.draft.token_ids[node] for node in result.path])
+        path = result.path_token_ids
         right = num_leading(path, token_ids)
         self._weights.observe(
             Contest(
@@ -209,7 +212,7 @@ class RequestDrafts:
     def _learn_depths(self, came: VoteResult, token_ids: Sequence[int]) -> None:
         """How deep drafts are right that came from drafters, which are asked for no more than that."""
         pool = self._pool
-        path = tuple([came.draft.token_ids[node] for node in came.path])
+        path = came.path_token_ids
         right = num_leading(path, token_ids)
         if path:
             sample = RoundSample(len(path), len(path), right, is_cut=right == len(token_ids) < len(path))

@@ -32,17 +32,9 @@ class HeldDraft:
         """
         if not token_ids:
             return self, 0
-        draft = self.draft
-        root, num_right, node, end = ROOT, 0, 0, len(draft)
-        for token in token_ids:
-            # A node comes after its parent.
-            while node < end and (draft.parents[node] != root or draft.token_ids[node] != token):
-                node += 1
-            if node == end:
-                return None, num_right
-            root = node
-            node += 1
-            num_right += 1
+        num_right, root = self.draft.follow(token_ids)
+        if num_right < len(token_ids):
+            return None, num_right
         rest = self._below(root, token_ids)
         return (rest if rest.draft.token_ids else None), num_right
 

@@ -36,17 +36,13 @@ class StepPrice:
         session. `most`: nodes that fit into it.
         """
         rate = self.delivered(num_rows)
-        chances = sorted([-chance for offer in offers for chance in offer])[: max(most, 0)]
-        count = worth([-chance for chance in chances], 1.0, lambda nodes: rate * self.times.seconds(num_rows + nodes))
+        # Best first; of nodes that are equally good those of the first sessions fit.
+        nodes = sorted([(-chance, index) for index, offer in enumerate(offers) for chance in offer])[: max(most, 0)]
+        count = worth([-negated for negated, _ in nodes], 1.0, lambda n: rate * self.times.seconds(num_rows + n))
         self.price = rate * (self.times.seconds(num_rows + count + 1) - self.times.seconds(num_rows + count))
-        least = chances[count - 1] if count else -2.0
-        taken = [sum(1 for chance in offer if -chance < least) for offer in offers]
-        # Of nodes that are equally good those of the first sessions fit.
-        left = count - sum(taken)
-        for index, offer in enumerate(offers):
-            equal = sum(1 for chance in offer if -chance == least) if left else 0
-            taken[index] += min(equal, left)
-            left -= min(equal, left)
+        taken = [0] * len(offers)
+        for _, index in nodes[:count]:
+            taken[index] += 1
         return taken
 
     def delivered(self, num_sessions: int) -> float:

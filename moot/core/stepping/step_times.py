@@ -39,12 +39,16 @@ class StepTimes:
 
     def seconds(self, num_rows: int) -> float:
         """Expected seconds of a step with so many rows; fewer than the smallest size cost what that costs."""
-        rows, seconds = self._rows, self._seconds
-        if num_rows <= rows[0]:
-            return seconds[0]
-        right = min(bisect_right(rows, num_rows), len(rows) - 1)
-        low, high = rows[right - 1], rows[right]
-        return seconds[right - 1] + (seconds[right] - seconds[right - 1]) * (num_rows - low) / (high - low)
+        right, part = self._place(num_rows)
+        below, above = self._seconds[right - 1], self._seconds[right]
+        return below + (above - below) * part
+
+    def _place(self, num_rows: int) -> tuple[int, float]:
+        """The point above so many rows, and which part of the way to it from the point below they are: from 0 on, above
+        1 beyond the last."""
+        right = max(min(bisect_right(self._rows, num_rows), len(self._rows) - 1), 1)
+        low, high = self._rows[right - 1], self._rows[right]
+        return right, max((num_rows - low) / (high - low), 0.0)
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """A step of so many rows, and of no prompt, took so long."""
@@ -57,9 +61,8 @@ class StepTimes:
         if abs(apart) > _ELSEWHERE:
             return
         shift = min(max(apart, -_MOST_SHIFT), _MOST_SHIFT)
-        right = min(bisect_right(self._rows, num_rows), len(self._rows) - 1)
-        low, high = self._rows[right - 1], self._rows[right]
-        part = min(max((num_rows - low) / (high - low), 0.0), 1.0)
+        right, part = self._place(num_rows)
+        part = min(part, 1.0)
         for index, share in ((right - 1, 1 - part), (right, part)):
             self._seconds[index] *= 1 + _SHAPE_RATE * share * shift
         self._keep_rising(right)

@@ -53,16 +53,11 @@ class DrafterTable:
         prior = self._bin_hits[index] / self._bin_tokens[index]
         return (self._hits[cell] + strength * prior) / (self._tokens[cell] + strength)
 
-    def rates(self) -> tuple[float, ...]:
-        """All rates as they are now: those of a bin's depths stand together."""
+    def fixed(self) -> FixedRates:
+        """All rates as they are now."""
         depths = range(NUM_CONFIDENCE_DEPTHS)
-        return tuple(
-            [
-                self.rate(index << CONFIDENCE_BIN_SHIFT, depth)
-                for index in range(NUM_CONFIDENCE_BINS)
-                for depth in depths
-            ]
-        )
+        bins = [index << CONFIDENCE_BIN_SHIFT for index in range(NUM_CONFIDENCE_BINS)]
+        return FixedRates(tuple([self.rate(confidence, depth) for confidence in bins for depth in depths]))
 
     def record(self, confidence: int, depth: int, hit: bool) -> None:
         """Count one token whose predecessors in the proposal were all right."""
@@ -76,7 +71,7 @@ class DrafterTable:
 
 
 class FixedRates:
-    """The rates of a `DrafterTable` at one moment."""
+    """The rates of a `DrafterTable` at one moment; those of a bin's depths stand together."""
 
     __slots__ = ("rates",)
 
@@ -136,14 +131,12 @@ class ShareAcceptance:
         rate = share * (self._accepted[cell] + strength * self._prior_scale) / (self._expected[cell] + strength)
         return rate if rate < 1.0 else 1.0
 
-    def ratios(self) -> tuple[float, ...]:
-        """Accepted over expected of each bucket as it is now."""
+    def fixed(self) -> FixedAcceptance:
+        """What it knows of each bucket now."""
         strength, scale = self._strength, self._prior_scale
-        return tuple(
-            [
-                (accepted + strength * scale) / (expected + strength)
-                for accepted, expected in zip(self._accepted, self._expected, strict=True)
-            ]
+        cells = zip(self._accepted, self._expected, strict=True)
+        return FixedAcceptance(
+            tuple([(accepted + strength * scale) / (expected + strength) for accepted, expected in cells])
         )
 
     def record(self, share: float, depth: int, accepted: bool) -> None:
@@ -154,7 +147,7 @@ class ShareAcceptance:
 
 
 class FixedAcceptance:
-    """A `ShareAcceptance` at one moment."""
+    """A `ShareAcceptance` at one moment: accepted over expected of each bucket."""
 
     __slots__ = ("ratios",)
 

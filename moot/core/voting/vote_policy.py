@@ -7,16 +7,18 @@ the rates that the router knew. It holds no text of any user.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moot.core.types import Proposal
 from moot.core.voting.calibration import DrafterTable, FixedAcceptance, FixedRates
 from moot.core.voting.voting import VoteResult, vote
 
+_UNKNOWN = DrafterTable().fixed()
+
 
 @dataclass(frozen=True, slots=True)
 class VotePolicy:
-    """A vote policy. `rates` and `acceptance`: see DrafterTable.rates and ShareAcceptance.ratios."""
+    """A vote policy. `rates`: per drafter."""
 
     number: int
     vote: str
@@ -26,17 +28,12 @@ class VotePolicy:
     max_draft_tokens: int
     weights: Mapping[str, float]
     families: Mapping[str, str]
-    rates: Mapping[str, tuple[float, ...]]
-    acceptance: tuple[float, ...]
-    _unknown: FixedRates = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_unknown", FixedRates(DrafterTable().rates()))
+    rates: Mapping[str, FixedRates]
+    acceptance: FixedAcceptance
 
     def of(self, drafter_id: str) -> FixedRates:
         """The rates of a drafter; of one that the policy does not know, those that all start with."""
-        rates = self.rates.get(drafter_id)
-        return self._unknown if rates is None else FixedRates(rates)
+        return self.rates.get(drafter_id, _UNKNOWN)
 
     def apply(self, proposals: Sequence[Proposal]) -> VoteResult:
         """The vote over these proposals, all for the same prefix."""
@@ -49,5 +46,5 @@ class VotePolicy:
             max_draft_tokens=self.max_draft_tokens,
             calibration=self,
             families=self.families,
-            acceptance=FixedAcceptance(self.acceptance),
+            acceptance=self.acceptance,
         )

@@ -195,6 +195,11 @@ class VoteResult:
     shares: Shares
 
     @property
+    def path_token_ids(self) -> tuple[int, ...]:
+        """Ids of the voted path."""
+        return tuple([self.draft.token_ids[node] for node in self.path])
+
+    @property
     def winner_ids(self) -> tuple[str, ...]:
         """Drafters that proposed the whole voted path."""
         return self.winners[-1] if self.winners else ()
