@@ -15,7 +15,7 @@ from moot.core.voting.vote_policy import VotePolicy
 from moot.simulation.events import Cores, Timeline
 from moot.simulation.simulated_drafters import PoolPlan
 from moot.simulation.simulated_texts import SimulatedText
-from moot.simulation.simulated_verifiers import SimulatedSteps, VerifierPlan, walked
+from moot.simulation.simulated_verifiers import SimulatedSession, SimulatedSteps, VerifierPlan, walked
 
 _MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 128, 192, 256, 512, 1024)
 """Sizes of the steps that a verifier measures at its start."""
@@ -36,7 +36,7 @@ class StepAnswer:
 
 
 @dataclass(eq=False, slots=True)
-class FreeSession:
+class FreeSession(SimulatedSession):
     """A session as the scheduler sees it. `length`: prompt and output; `cached`: of these, tokens with KV; `heard`:
     length up to which the router has heard."""
 
@@ -56,18 +56,6 @@ class FreeSession:
     @property
     def has_work(self) -> bool:
         return self.length - self.heard < self.credit
-
-    @property
-    def num_kv_tokens(self) -> int:
-        return self.length + len(self.draft)
-
-    @property
-    def num_missing(self) -> int:
-        return self.length - self.cached
-
-    @property
-    def num_draft_tokens(self) -> int:
-        return len(self.draft)
 
     @property
     def position(self) -> int:

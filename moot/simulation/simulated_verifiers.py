@@ -47,20 +47,13 @@ class VerifierPlan:
     )
 
 
-@dataclass(eq=False, slots=True)
-class SimulatedVerifySession:
-    """A session as the scheduler sees it. `length`: prompt and output; `cached`: of these, tokens with KV."""
+class SimulatedSession:
+    """What the scheduler sees of a session's text, KV and draft."""
 
-    arrival: int
-    text: SimulatedText
+    __slots__ = ()
     length: int
-    answer: Callable[[Verification], None]
-    draft: Draft = field(default_factory=Draft)
-    is_opening: bool = True
-    has_work: bool = True
-    cached: int = 0
-    group: int = 0
-    submitted_at: float = 0.0
+    cached: int
+    draft: Draft
 
     @property
     def num_kv_tokens(self) -> int:
@@ -73,6 +66,22 @@ class SimulatedVerifySession:
     @property
     def num_draft_tokens(self) -> int:
         return len(self.draft)
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedVerifySession(SimulatedSession):
+    """A session as the scheduler sees it. `length`: prompt and output; `cached`: of these, tokens with KV."""
+
+    arrival: int
+    text: SimulatedText
+    length: int
+    answer: Callable[[Verification], None]
+    draft: Draft = field(default_factory=Draft)
+    is_opening: bool = True
+    has_work: bool = True
+    cached: int = 0
+    group: int = 0
+    submitted_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
